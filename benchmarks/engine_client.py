@@ -179,7 +179,28 @@ class Engine:
         await self._send(op=op, **arguments)
         return await asyncio.wait_for(self._answers.get(), 30)
 
-    def handle(self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW, adapter: str = "") -> KvHandle:
+    async def export(self, prompt: list[int], start: int = 0, salt: str | None = None) -> KvHandle:
+        """Of what its prefix cache has of the prompt."""
+        transfer_id = uuid.uuid4().hex
+        found = await self.ask("export", transfer_id=transfer_id, start=start, prompt=prompt, salt=salt)
+        return self.handle(transfer_id, found["tokens"], start=start)
+
+    async def export_running(self, request_id: str, at: int, until: int, start: int = 0) -> KvHandle:
+        """Of a request once it has given `at` tokens. It goes on, and waits at `until` tokens to leave."""
+        transfer_id = uuid.uuid4().hex
+        what = {"id": request_id, "transfer_id": transfer_id, "start": start, "at": at, "until": until}
+        found = await self.ask("export_running", **what)
+        return self.handle(transfer_id, found["tokens"], start=start)
+
+    async def leave(self, request_id: str, at: int, start: int = 0) -> tuple[list[int], KvHandle]:
+        """End a request once it has given `at` tokens: its tokens, and the KV of all but the last one."""
+        transfer_id = uuid.uuid4().hex
+        left = await self.ask("leave", id=request_id, transfer_id=transfer_id, start=start, at=at)
+        return left["output"], self.handle(transfer_id, left["tokens"], start=start)
+
+    def handle(
+        self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW, adapter: str = "", start: int = 0
+    ) -> KvHandle:
         return KvHandle(
             transfer_id=transfer_id,
             instance_id=self.name,
@@ -191,6 +212,7 @@ class Engine:
             codec=codec,
             stages=self.stages,
             adapter=adapter,
+            start=start,
         )
 
     async def wait_event(self, kind: type[KvEvent], transfer_id: str, rank: int = 0) -> Any:

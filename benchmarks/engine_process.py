@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
+from vllm.v1.request import Request
 
+from services.worker.engines.base import CacheExport, Left
 from services.worker.engines.vllm import MediaFeatures
+from services.worker.engines.vllm_exports import NEVER, CacheExports
 from services.worker.engines.vllm_patches import (
     RESUMED,
     add_resumed,
@@ -93,6 +97,8 @@ class Driver:
         self.scheduler = self.client.engine_core.scheduler
         self.media = MediaFeatures.of_engine(config, self.scheduler)
         self.tokens: dict[str, list[int]] = {}
+        self.exports = CacheExports(self.client.engine_core)
+        self.at_tokens: dict[str, tuple[int, Callable[[], None]]] = {}  # by request, what is to be done at so many
         self.preemptions = self.drafted = self.accepted = 0
         preempt = self.scheduler._preempt_request
 
@@ -135,6 +141,7 @@ class Driver:
                     return
                 getattr(self, "do_" + message.pop("op"))(**message)
                 busy = self.busy
+            self.exports.advance()
             if busy:
                 self.step()
 
@@ -156,6 +163,10 @@ class Driver:
         for output in outputs.outputs:
             tokens = self.tokens.setdefault(output.request_id, [])
             tokens.extend(output.new_token_ids)
+            at, act = self.at_tokens.get(output.request_id, (0, None))
+            if act is not None and len(tokens) >= at:
+                del self.at_tokens[output.request_id]
+                act()
             if output.finish_reason is not None:
                 del self.tokens[output.request_id]
                 self.send(op="done", id=output.request_id, tokens=tokens, reason=str(output.finish_reason))
@@ -194,6 +205,45 @@ class Driver:
             add_resumed(self.client.engine_core, request)
         else:
             self.client.add_request(request)
+
+    def do_export(self, transfer_id: str, start: int, prompt: list[int], salt: str | None) -> None:
+        """What the prefix cache has of a prompt."""
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = EngineCoreRequest(transfer_id, prompt, None, params, None, time.time(), None, salt, None)
+        found = Request.from_engine_core_request(request, self.client.engine_core.request_block_hasher)
+        self.send(op="answer", tokens=self.exports.export_cached(found, export_of(transfer_id, start)))
+
+    def do_export_running(self, id: str, transfer_id: str, start: int, at: int, until: int) -> None:
+        """What is computed of a request once it has given `at` tokens. It goes on, and waits at `until` tokens."""
+
+        def wait() -> None:
+            self.scheduler.requests[id].next_decode_eligible_step = NEVER
+
+        def export() -> None:
+            tokens = self.exports.export_running(id, export_of(transfer_id, start))
+            self.at_tokens[id] = (until, wait)
+            self.send(op="answer", tokens=tokens)
+
+        self.at_tokens[id] = (at, export)
+
+    def do_leave(self, id: str, transfer_id: str, start: int, at: int) -> None:
+        """A request ends once it has given `at` tokens, and its KV is exported."""
+
+        def left(result: Left | None) -> None:
+            if result is None:
+                self.send(op="answer", tokens=0, output=[])
+                return
+            self.client.abort_requests([id])
+            self.send(op="answer", tokens=result.tokens, output=self.tokens.pop(id))
+
+        def leave() -> None:
+            self.exports.leave(id, export_of(transfer_id, start), left)
+
+        if len(self.tokens.get(id, ())) >= at:
+            self.at_tokens.pop(id, None)
+            leave()
+        else:
+            self.at_tokens[id] = (at, leave)
 
     def do_abort(self, id: str) -> None:
         self.client.abort_requests([id])
@@ -253,6 +303,11 @@ class Driver:
             cpu_s=time.process_time(),
             now_s=time.monotonic(),
         )
+
+
+def export_of(transfer_id: str, start: int) -> CacheExport:
+    """One for which there is always room."""
+    return CacheExport(transfer_id, start, announce=lambda _: None, has_room=lambda: True)
 
 
 def devices_of(worker: Any = None) -> dict[str, Any]:

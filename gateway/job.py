@@ -20,7 +20,7 @@ from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
 from shared.policy.decode_admission import remaining_tokens
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord, clock_shift_s
-from shared.wire.messages import DecodeReply, JobReport, Pause, PrefillReply, Reused, TokenStep
+from shared.wire.messages import DecodeReply, JobReport, Leave, Pause, PrefillReply, Reused, TokenStep
 
 Emit = Callable[[TokenStep], None]
 MAX_PAUSES = 32  # of one call that its timeline shows; the time of later pauses counts as decode
@@ -107,6 +107,7 @@ class EngineCall:
     pauses: list[Paused] = field(default_factory=list)  # that have ended, and are not in the timeline yet
     paused: Paused | None = None
     on_pause: Callable[[Pause], None] | None = None  # called for each message about a pause
+    on_leave: Callable[[Leave], None] | None = None  # called where the instance wants the job to migrate
     on_predicted: Callable[[LengthPrediction], None] | None = None  # called if the length is predicted meanwhile
 
 
@@ -137,6 +138,8 @@ class Job:
     losses: list[Loss] = field(default_factory=list)  # failed attempts, over its whole life
     failed_instances: list[str] = field(default_factory=list)
     moves: int = 0  # how often it continued elsewhere because it was paused
+    migrations: int = 0  # how often it began to migrate
+    migration_cause: str = ""
     moved_from: str = ""  # where it was paused last; excluded from the placements of its attempt on the new route
 
     length: PendingPrediction = field(default_factory=PendingPrediction)
@@ -146,6 +149,7 @@ class Job:
     delivered_s: float = 0.0  # when tokens last left for the client
     timeline: RequestTimeline = field(init=False)
     mark_s: float = field(init=False)  # up to here the timeline has no gap
+    migrated_by: dict[tuple[str, str], int] = field(default_factory=dict)  # migrations by cause and outcome
     _held_steps: list[TokenStep] = field(default_factory=list)  # of a smooth class, for the second token
     _computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt, by all instances so far
     _created: int = 0  # tokens that they added to their prefix caches
@@ -330,6 +334,32 @@ class Job:
         if self.trace is not None:
             self.trace.moved()
 
+    @property
+    def can_migrate(self) -> bool:
+        """Whether its decode can go on elsewhere with its KV. Log probabilities of a prompt come from one engine."""
+        return bool(self.tokens) and not self.spec.local_only and not self.finished
+
+    @property
+    def known_tokens(self) -> list[int]:
+        """Of the prompt and of the answer so far."""
+        return self.spec.prompt_token_ids + self.tokens
+
+    @property
+    def known_count(self) -> int:
+        """The number of `known_tokens`."""
+        return len(self.spec.prompt_token_ids) + len(self.tokens)
+
+    def migrates(self, source: str, target: str, cause: str) -> None:
+        """It begins to migrate."""
+        self.migration_cause = cause
+        figures: dict[str, float | str] = {"from": source, "tokens": len(self.tokens)}
+        self.decided("migration", target, (Reason(f"migration:{cause}", figures),))
+
+    def migrated(self, outcome: str) -> None:
+        """The migration has ended: done, stayed where the job was, or lost, so that the job is computed again."""
+        key = (self.migration_cause, outcome)
+        self.migrated_by[key] = self.migrated_by.get(key, 0) + 1
+
     def add_loss(self) -> None:
         """The attempt is lost, with the instance of the current call."""
         lost = self.call.instance
@@ -365,6 +395,10 @@ class Job:
         now = time.time()
         if step.pause is not None:
             self._pause(step.pause, now)
+            return
+        if step.leave is not None:
+            if self.call.on_leave is not None:
+                self.call.on_leave(step.leave)
             return
         call = self.call
         if call.paused is not None:

@@ -45,6 +45,8 @@ class GatewayMetrics:
         self._resumes = counter("polyphase_resumes", "Further attempts after a failure.")
         text = "Streams that were paused for want of KV blocks and went on elsewhere."
         self._moves = counter("polyphase_moves", text)
+        text = "Decodes that began to go on elsewhere with their KV, by why and by how that ended."
+        self._migrations = counter("polyphase_migrations", text, ["cause", "outcome"])
         self.queued = gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.")
         text = "Final reports that no scheduler accepted in time."
         self.reports_dropped = counter("polyphase_gateway_reports_dropped", text)
@@ -93,6 +95,8 @@ class GatewayMetrics:
             self._resumes.inc(max(0, job.attempt - 1 - job.moves))
         if job.moves:
             self._moves.inc(job.moves)
+        for (cause, outcome), count in job.migrated_by.items():
+            self._migrations.labels(cause=cause, outcome=outcome).inc(count)
 
 
 def _missed(job: Job, report: JobReport) -> list[str]:

@@ -2,8 +2,10 @@
 
 `Pipeline.run` serves one job: it waits for a placement (`_next_route`), has the prefill instance compute the prompt
 (`_prefill`), has the decode instance fetch the KV meanwhile (`StagedKv`) and produce the answer (`_decode_staged`; a
-decode instance that computes the prompt as well: `_decode_whole`). The pipeline owns the job's deadline and the
-cancellation of its calls. It reacts to failures as follows:
+decode instance that computes the prompt as well: `_decode_whole`). Where the route says so, the instance that computes
+the prompt pulls the KV of its beginning from another one (`_exported`). A decode may migrate to another instance
+(`gateway.mover`). The pipeline owns the job's deadline and the cancellation of its calls. It reacts to failures as
+follows:
 
 | failure | reaction | costs |
 |---|---|---|
@@ -21,7 +23,7 @@ A token renews the patience, and progress of the answer forgives losses (`loss_f
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -32,10 +34,11 @@ import msgspec
 from gateway.admission import PlacementQueue
 from gateway.job import Job
 from gateway.lengths import LengthClient
+from gateway.mover import Mover
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
 from shared.domain.job import JobView, LengthPrediction, Phase
-from shared.domain.kv import KvHandle, TransferOutcome
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import beginning
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import (
@@ -50,22 +53,23 @@ from shared.errors import (
     WrongRole,
 )
 from shared.policy.ledger import Assignment, assignments, promise_of
-from shared.policy.overload import MOVE_LEAST_S
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import (
     DECODE,
     EXPECT,
+    EXPORT,
     PREDICTED,
     PREFETCH,
     PREFILL,
     RELEASE,
-    DecodeReply,
     DecodeRequest,
     ExpectRequest,
+    ExportRequest,
+    Handover,
+    Leave,
     Method,
-    Pause,
     Predicted,
     PrefetchRequest,
     PrefillReply,
@@ -82,6 +86,7 @@ Reply = TypeVar("Reply")
 Item = TypeVar("Item")
 PLACE_S = 2.0  # for one call of a scheduler
 RETRY_S, MAX_RETRY_S = 0.1, 0.5
+EXPORT_S = 1.0  # for an instance to say what it holds of a prompt: a pull that begins later is not worth the wait
 ANNOUNCE_S = 2.0  # for the connection to a decode instance that is new to this gateway
 MAX_TIMES_FULL = 3  # so often a job finds a decode instance without room; then it waits where it is placed
 
@@ -114,6 +119,16 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Migrated:
+    """The job has left its instance, which has staged its KV for the target."""
+
+    target: DecodeTarget
+    handover: Handover
+    source: InstanceRef
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Full:
     """The instance has refused the job because it has no room for its KV."""
 
@@ -134,7 +149,7 @@ class Rerouted:
     route: Route
 
 
-DecodeOutcome = Finished | Moved | Full | Refused  # of one call
+DecodeOutcome = Finished | Moved | Migrated | Full | Refused  # of one call
 
 
 class Pipeline:
@@ -209,13 +224,15 @@ class Pipeline:
             self._reporter.report(job)
             if route.prefill is not None:
                 return await self._prefill_and_decode(job, route, route.prefill)
-            outcome = await self._decode_whole(job, _decode_target(route))
+            async with StagedKv(self._clients, job) as staged:
+                outcome = await self._decode_whole(job, route, staged)
             if not isinstance(outcome, Rerouted):
                 return outcome
             route = outcome.route  # of the same attempt: nothing was computed, and nothing has failed
 
     async def _prefill_and_decode(self, job: Job, route: Route, prefill: InstanceRef) -> Finished | Moved:
-        async with StagedKv(self._clients, job, prefill) as staged:
+        async with StagedKv(self._clients, job) as staged:
+            staged.hold(prefill)
             if self._schedulers.several and route.decode is not None:
                 _, decode = assignments(job.view(), route, time.time())
                 staged.announce(route.decode, decode)
@@ -318,14 +335,25 @@ class Pipeline:
             return None  # the job would only wait elsewhere
         return route
 
-    async def _place_elsewhere(self, job: Job, instance: InstanceRef, pause_s: float) -> Route:
-        """A route on which a job that stays paused for `pause_s` continues clearly sooner. Raises Stays, and the errors
-        of a placement.
-        """
+    async def elsewhere(self, job: Job, instance: InstanceRef, pause_s: float) -> Route:
+        """See `gateway.mover.Places`."""
         view = msgspec.structs.replace(self._view(job), pause_s=pause_s)
         # It may return to an instance where it was paused before (`moved_from`): that pause may be over.
         exclude = (*job.failed_instances, instance.instance_id)
         return await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
+
+    async def target(self, job: Job, instance: InstanceRef, leave: Leave) -> InstanceRef:
+        """See `gateway.mover.Places`."""
+        view = msgspec.structs.replace(self._view(job, decode_only=True), leaves=True, tpot_s=leave.tpot_s)
+        exclude = (*job.failed_instances, instance.instance_id)
+        route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S, to=leave.to)
+        if route.decode is None:
+            raise Unavailable("placement named no decode instance")
+        return route.decode
+
+    def stays(self, job: Job) -> None:
+        """See `gateway.mover.Places`."""
+        self._reporter.report(job)
 
     def _dispatched(self, job: Job, route: Route, *, only_if_room: bool) -> DecodeTarget:
         """The decode instance of a route for staged KV."""
@@ -349,6 +377,7 @@ class Pipeline:
         if self._lengths.beside and job.prediction is None:
             job.request_length(self._lengths, instance.instance_id)
             await self._lengths.wait_before_prefill(job.length, job.ttft_left_s)
+        handle = await self._exported(job, route, staged)
         # Of a job that cannot be carried, one engine has to produce all tokens.
         gives_token = route.split >= job.prompt_tokens and job.spec.carry
         request = PrefillRequest(
@@ -364,6 +393,7 @@ class Pipeline:
             dispatch=route.dispatch,
             saved=route.prefill_saved,
             trace=job.wire_trace,
+            handle=handle,
         )
         reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
         job.computed(reply.reused, route.split)
@@ -371,6 +401,8 @@ class Pipeline:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))
         job.record_prefill(instance.instance_id, reply)
+        if handle is not None and reply.transfer is not None:
+            self._pulled(job, handle, reply.transfer)
         if reply.decode is not None:
             job.decided("dispatch", reply.decode.instance_id, reply.reasons)
         if reply.codec is not None and reply.handle is not None:
@@ -379,18 +411,55 @@ class Pipeline:
 
     # Decode
 
+    async def _exported(self, job: Job, route: Route, staged: "StagedKv") -> KvHandle | None:
+        """KV of the prompt's beginning at the instance that holds it, where the route says that it is to be pulled.
+        None where the job goes on without: then the beginning is computed.
+        """
+        pull = route.pull
+        if pull is None:
+            return None
+        transfer_id = f"{job.transfer_id}/p"
+        staged.hold(pull.holder, transfer_id)
+        request = ExportRequest(transfer_id, prompt=beginning(job.prompt, pull.tokens), generation=job.spec.generation)
+        try:
+            client = self._clients.to(pull.holder.rpc)
+            reply = await client.call(EXPORT, request, timeout_s=min(EXPORT_S, job.left_s))
+        except PolyphaseError as error:
+            job.decided("pull", "", (Reason(error.message, {"code": error.code}),))
+            return None
+        if reply.handle is None:
+            job.decided("pull", "", (Reason(f"{pull.holder.instance_id} no longer holds it"),))
+        return reply.handle
+
+    def _pulled(self, job: Job, handle: KvHandle, report: TransferReport) -> None:
+        """The report of such a pull."""
+        job.timeline.transfers.append(report)
+        if report.outcome is TransferOutcome.RECOMPUTED:
+            log.warning("KV was recomputed", job_id=job.spec.job_id, source=handle.instance_id, error=report.error)
+
     async def _decode_staged(
-        self, job: Job, target: DecodeTarget, handle: KvHandle, staged: "StagedKv"
+        self,
+        job: Job,
+        target: DecodeTarget,
+        handle: KvHandle | None,
+        staged: "StagedKv",
+        handover: Handover | None = None,
     ) -> Finished | Moved:
-        """Decode from staged KV, which other instances fetch if the first does not take the job."""
+        """Decode from staged KV, which other instances fetch if the first does not take the job. handover: of a job
+        that has migrated.
+        """
         times_full = 0
         while True:
-            match await self._decode_at(job, target, handle):
+            match await self._decode_at(job, target, handle, handover):
                 case Finished() as finished:
                     staged.decoded_on(target.instance)
                     return finished
                 case Moved() as moved:
                     return moved
+                case Migrated() as migrated:
+                    staged.hold(migrated.source, migrated.transfer_id)
+                    target, handover, times_full = migrated.target, migrated.handover, 0
+                    handle = handover.handle
                 case Refused(error):
                     self._spend_patience(job, RETRY_S, error)
                     target = await self._place_decode(job)
@@ -403,27 +472,33 @@ class Pipeline:
                         staged.left(target.instance)
                         target = self._dispatched(job, route, only_if_room=times_full < MAX_TIMES_FULL)
 
-    async def _decode_whole(self, job: Job, target: DecodeTarget) -> Finished | Moved | Rerouted:
+    async def _decode_whole(self, job: Job, route: Route, staged: "StagedKv") -> Finished | Moved | Rerouted:
         """Have a decode instance compute the whole job, or another one that has room if the first has none."""
-        times_full = 0
+        times_full, target = 0, _decode_target(route)
+        handle = await self._exported(job, route, staged)
         while True:
-            match await self._decode_at(job, target, None):
+            match await self._decode_at(job, target, handle):
                 case Finished() | Moved() as outcome:
                     return outcome
+                case Migrated(new_target, handover, source, transfer_id):
+                    staged.hold(source, transfer_id)
+                    return await self._decode_staged(job, new_target, handover.handle, staged, handover)
                 case Refused(error):
                     raise error  # there is no KV to keep: it takes another attempt
                 case Full(refusal):
                     times_full += 1
-                    route = await self._place_with_room(job, target.instance, refusal, decode_only=False)
-                    if route is None:
+                    other = await self._place_with_room(job, target.instance, refusal, decode_only=False)
+                    if other is None:
                         target = replace(target, only_if_room=False)  # the job waits where it is
-                    elif route.prefill is not None:
-                        return Rerouted(route)
+                    elif other.prefill is not None:
+                        return Rerouted(other)
                     else:
-                        job.placed(route)
-                        target = replace(_decode_target(route), only_if_room=times_full < MAX_TIMES_FULL)
+                        job.placed(other)
+                        target = replace(_decode_target(other), only_if_room=times_full < MAX_TIMES_FULL)
 
-    async def _decode_at(self, job: Job, target: DecodeTarget, handle: KvHandle | None) -> DecodeOutcome:
+    async def _decode_at(
+        self, job: Job, target: DecodeTarget, handle: KvHandle | None, handover: Handover | None = None
+    ) -> DecodeOutcome:
         """Call one decode instance. Raises the errors by which the attempt is lost."""
         instance = target.instance
         job.phase = Phase.DECODE
@@ -440,19 +515,32 @@ class Pipeline:
             job.repeated,
             tell_pauses=True,
             if_room=target.only_if_room,
+            resumes=handover is not None and not job.spec.carry,
+            state=handover.state if handover is not None and not job.spec.carry else b"",
+            tell_leaves=self._settings.migration,
         )
-        mover = Mover(job, instance, self._settings.moves, self._place_elsewhere, self._reporter.report)
+        mover = Mover(job, instance, self._settings.moves, self._clients, self)
         try:
-            ended = await mover.run(self._call(job, instance, DECODE, request, job.accept, mover.on_pause))
+            ended = await mover.run(self._call(job, instance, DECODE, request, job.accept, mover))
         except NoRoom as error:
             return Full(error)
         except (WrongRole, Busy, NotConnected) as error:
             return Refused(error)
+        except PolyphaseError:
+            if handover is not None:
+                job.migrated("lost")
+            raise
         if isinstance(ended, Route):
             return Moved(ended)
         job.record_decode(instance.instance_id, ended)
+        if handover is not None:
+            job.migrated("done")
         if handle is not None and ended.transfer.outcome is TransferOutcome.RECOMPUTED:
             log.warning("KV was recomputed", job_id=job.spec.job_id, error=ended.transfer.error)
+        if ended.handover is not None and mover.migration is not None and not job.finished:
+            migration = mover.migration
+            target = DecodeTarget(migration.target, migration.copied, only_if_room=False)
+            return Migrated(target, ended.handover, instance, migration.transfer_id)
         if not job.finished:
             raise self._broken(job, instance, "ended the job without a reason")
         return Finished()
@@ -471,13 +559,14 @@ class Pipeline:
         method: Method[Request, Reply, Item],
         request: Request,
         on_item: Callable[[Any], None],
-        on_pause: Callable[[Pause], None] | None = None,
+        mover: Mover | None = None,
     ) -> Reply:
         """Call an instance for the rest of the job's time. An error is a failure of this instance, and no other; except
         for NoRoom, which is no failure.
         """
         call = job.begin_call(instance)
-        call.on_pause = on_pause
+        if mover is not None:
+            call.on_pause, call.on_leave = mover.on_pause, mover.on_leave
         if job.prediction is None:
             # A prediction that arrives now still serves the dispatch of the prompt, and the admission to decode.
             call.on_predicted = partial(self._send_prediction, job, instance)
@@ -492,7 +581,7 @@ class Pipeline:
                 self._spend_patience(job, time.monotonic() - began_mono, error)
             raise
         finally:
-            call.on_pause = call.on_predicted = None
+            call.on_pause = call.on_leave = call.on_predicted = None
         call.instance = None
         return reply
 
@@ -506,18 +595,18 @@ def _decode_target(route: Route) -> DecodeTarget:
 
 
 class StagedKv:
-    """What one attempt holds on instances: KV staged by its prefill, the fetches of it by decode instances, and the
-    place that one of them reserves for it.
+    """What one attempt holds on instances: KV staged by its prefill or for other pulls of it, the fetches of it by
+    decode instances, and the place that one of them reserves for it.
 
-    Entered before the prefill is called. All is released at the end, except where `decoded_on` says that it is gone;
+    Entered before the first call. All is released at the end, except where `decoded_on` says that it is gone;
     also where the prefill's reply and its cancellation cross, because the gateway chose the transfer id.
     """
 
-    def __init__(self, clients: RpcClients, job: Job, prefill: InstanceRef) -> None:
+    def __init__(self, clients: RpcClients, job: Job) -> None:
         self._clients = clients
         self._job = job
         self._transfer_id = job.transfer_id
-        self._holders = {prefill.rpc}  # addresses of the instances that hold something for the attempt
+        self._held: set[tuple[str, str]] = set()  # addresses of the instances that hold something, and of what transfer
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -526,16 +615,20 @@ class StagedKv:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for address in self._holders:
-            self._clients.to(address).notify(RELEASE, ReleaseRequest([self._transfer_id]))
+        for address, transfer_id in self._held:
+            self._clients.to(address).notify(RELEASE, ReleaseRequest([transfer_id]))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.gather(*self._tasks)
 
+    def hold(self, instance: InstanceRef, transfer_id: str = "") -> None:
+        """The instance is about to hold something: of that transfer, by default the attempt's own."""
+        self._held.add((instance.rpc, transfer_id or self._transfer_id))
+
     def announce(self, decode: InstanceRef, assignment: Assignment) -> None:
         """Announce the job to the decode instance, so that the load of the instance shows it to all schedulers."""
-        self._holders.add(decode.rpc)
+        self.hold(decode)
         request = ExpectRequest(self._transfer_id, promise_of(assignment), keep_s=self._job.left_s)
         client = self._clients.to(decode.rpc)
         if client.connected:
@@ -545,7 +638,7 @@ class StagedKv:
 
     def prefetch(self, started: PrefillStarted) -> None:
         """Have the decode instance fetch KV during the prefill; a failure or delay only costs the overlap."""
-        self._holders.add(started.decode.rpc)
+        self.hold(started.decode)
         left_s = self._job.left_s
         request = PrefetchRequest(started.handle, keep_s=left_s)
         self._start(self._clients.to(started.decode.rpc), PREFETCH, request, left_s)
@@ -553,14 +646,14 @@ class StagedKv:
     def left(self, decode: InstanceRef) -> None:
         """The job continues elsewhere: release what the instance has fetched for it and reserves for it."""
         self._clients.to(decode.rpc).notify(RELEASE, ReleaseRequest([self._transfer_id]))
-        self._holders.discard(decode.rpc)
+        self._held.discard((decode.rpc, self._transfer_id))
 
     def decoded_on(self, decode: InstanceRef) -> None:
         """A decode has ended there, and with it what was fetched for it.
 
         The prefill instance gets its release nevertheless: its connection to the importer may be broken.
         """
-        self._holders.discard(decode.rpc)
+        self._held.discard((decode.rpc, self._transfer_id))
 
     def _start(self, client: RpcClient, method: Method[Request, Any, Any], request: Request, timeout_s: float) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(self._call(client, method, request, timeout_s)))
@@ -576,83 +669,3 @@ class StagedKv:
             log.info(
                 "a call about staged KV failed", call=method.name, transfer_id=self._transfer_id, error=error.message
             )
-
-
-class Mover:
-    """Runs one decode of a job, and ends it early once the job, while it is paused, gets a better place elsewhere.
-
-    The instance reports that the job is paused (`on_pause`). The mover then requests a route for it. The job does not
-    use the route if a token arrived meanwhile, or if its KV is being computed again.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        instance: InstanceRef,
-        max_moves: int,
-        place_elsewhere: Callable[[Job, InstanceRef, float], Awaitable[Route]],
-        report: Callable[[Job], None],
-    ) -> None:
-        """place_elsewhere: requests a route on which a job that stays paused at the instance for so many seconds
-        continues clearly sooner. report: reports to the scheduler where the job decodes.
-        """
-        self._job = job
-        self._instance = instance
-        self._max_moves = max_moves
-        self._place_elsewhere = place_elsewhere
-        self._report = report
-        self._decoding = asyncio.timeout(None)  # the block in which the job decodes; `_leave` sets its time limit
-        self._placement: asyncio.Task[None] | None = None
-        self._route: Route | None = None  # on which the job continues
-
-    async def run(self, decode: Awaitable[DecodeReply]) -> DecodeReply | Route:
-        """The reply of the decode; or the route on which the job continues, and then the decode was cancelled."""
-        try:
-            async with self._decoding:
-                try:
-                    return await decode
-                finally:
-                    await self._cancel_placement()
-        except TimeoutError:
-            if self._route is None or not self._decoding.expired():
-                raise
-            return self._route
-
-    def on_pause(self, pause: Pause) -> None:
-        is_placing = self._placement is not None and not self._placement.done()
-        if is_placing or pause.computing or pause.expected_s < MOVE_LEAST_S or not self._job.can_move(self._max_moves):
-            return
-        self._placement = asyncio.get_running_loop().create_task(self._move(pause))
-
-    async def _move(self, pause: Pause) -> None:
-        job, instance_id, paused = self._job, self._instance.instance_id, self._job.call.paused
-        try:
-            route = await self._place_elsewhere(job, self._instance, pause.expected_s)
-        except asyncio.CancelledError:
-            return  # by `_cancel_placement`
-        except PolyphaseError as error:
-            log.debug("a paused job stays", job_id=job.spec.job_id, instance_id=instance_id, reason=error.message)
-            return
-        if paused is None or job.call.paused is not paused or paused.computed_s:
-            self._report(job)  # the scheduler has booked the job on the route
-            return
-        log.info("a paused job moves", job_id=job.spec.job_id, instance_id=instance_id, tokens=len(job.tokens))
-        job.moved(instance_id, time.time() - paused.began_s, pause, route)
-        self._leave(route)
-
-    def _leave(self, route: Route) -> None:
-        """End the decode, and only the decode, by a time limit of its block that has passed already.
-
-        This relies on `asyncio.timeout`: in the next round of the event loop it cancels the task of the job, unless the
-        block has ended by then. At the end of the block it takes that cancellation back and raises TimeoutError, unless
-        the task was cancelled for another reason, too (a client that disconnects, the deadline in `Pipeline.run`).
-        With `task.cancel()`, telling the two cancellations apart and `Task.uncancel` would be left to this class; a
-        decode in a task of its own could be cancelled simply, but each job would pay for that task.
-        """
-        self._route = route
-        self._decoding.reschedule(asyncio.get_running_loop().time())
-
-    async def _cancel_placement(self) -> None:
-        if self._placement is not None:
-            self._placement.cancel()
-            await asyncio.gather(self._placement)

@@ -121,6 +121,7 @@ class GatewaySettings(TracedSettings):
     attempts: int = Field(4, gt=0)  # losses that end a job, without those that its progress forgave
     loss_forgiven_tokens: int = Field(256, gt=0)  # of the answer since the last loss that forgive one loss
     losses_at_one_token: int = Field(2, gt=0)  # instances lost without a token in between that end a job
+    migration: bool = True  # decodes go on elsewhere with their KV, where their instance wants that
     moves: int = Field(2, ge=0)  # of a paused stream to another instance; 0: none
     slo: dict[str, SloClass] = BUILT_IN
     service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → a class of `slo`

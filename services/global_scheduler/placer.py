@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -148,10 +149,13 @@ class Placer:
     def place(self, request: PlaceRequest) -> Route:
         """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""
         started, now = time.perf_counter(), time.time()
+        if request.to:
+            others = {view.instance_id for view in self.view.instances} - {request.to}
+            request = msgspec.structs.replace(request, exclude=tuple(sorted({*request.exclude, *others})))
         try:
             route = self.decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
-            if not request.job.pause_s:  # else the job has a placement, and keeps it
+            if not (request.job.pause_s or request.job.leaves):  # else the job has a placement, and keeps it
                 self._refuse(request.job, error)
             if self._journal is not None:
                 self._journal.add(Decision.refusal(request, now, error))

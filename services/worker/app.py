@@ -20,7 +20,8 @@ from services.worker.engine_start import start_engine
 from services.worker.engines.base import Engine
 from services.worker.identity import instance_info
 from services.worker.jobs.adapters import Adapters
-from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.decode import LOOK_S, DecodeService
+from services.worker.jobs.exports import ExportService
 from services.worker.jobs.prefill import REST_S, Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
@@ -153,12 +154,13 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         seed = f"{settings.instance_id}:{generation}" if settings.policy_seed is None else settings.policy_seed
         dispatcher = Dispatcher(seed)
         codecs = Codecs(lambda: rates.with_rates(info), dispatcher, settings.lossy_kv)
-        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
         transfers = TransferMetrics(registry, rates.transferred)
+        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens, transfers.ended)
         decode = DecodeService(engine, kv, roles, transfers.ended, lambda: rates.with_rates(info))
+        exports = ExportService(engine, kv, roles, decode, transfers.ended, info, engine_info.cached_tokens)
 
         adapters = Adapters(settings.lora, engine, engine_info.adapters)
-        methods = handlers(prefill, decode, roles, kv, adapters)
+        methods = handlers(prefill, decode, exports, roles, kv, adapters)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
         if tracer is not None:
             methods = traced(methods, tracer, settings.instance_id, lambda: rates.chunk.tokens)
@@ -195,6 +197,7 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         stack.callback(follow_monitor(sockets, settings, telemetry, policies, dispatcher, roles).close)
         tasks.every("rest", REST_S, dispatcher.rest)
         tasks.every("rates", LEARN_S, rates.learn)
+        tasks.every("migrations", LOOK_S, decode.look)
         tasks.every("heartbeat", HEARTBEAT_S, telemetry.beat)
         tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)
         stack.push_async_callback(telemetry.leave)

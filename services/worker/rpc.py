@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.exports import ExportService
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
@@ -19,11 +20,15 @@ from shared.wire.messages import (
     DECODE,
     DRAIN,
     EXPECT,
+    EXPORT,
     FLIP,
+    LEAVE,
     LOAD_ADAPTER,
+    MOVE,
     PREDICTED,
     PREFETCH,
     PREFILL,
+    PULL,
     RELEASE,
     RESUME,
     UNLOAD_ADAPTER,
@@ -35,6 +40,7 @@ from shared.wire.messages import (
     FlipRequest,
     LoadAdapterReply,
     LoadAdapterRequest,
+    MoveRequest,
     Predicted,
     PrefillReply,
     PrefillRequest,
@@ -53,7 +59,12 @@ Figures = dict[str, str | int | float | bool | list[str]]
 
 
 def handlers(
-    prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort, adapters: Adapters
+    prefill: PrefillService,
+    decode: DecodeService,
+    exports: ExportService,
+    roles: RoleState,
+    kv: KvPort,
+    adapters: Adapters,
 ) -> Handlers:
     async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
         roles.obey(request.epoch)
@@ -75,6 +86,10 @@ def handlers(
         roles.obey(request.epoch)
         roles.resume()
 
+    async def move(request: MoveRequest, _: ServerCall) -> None:
+        roles.obey(request.epoch)
+        decode.move(request.job_id, request.to)
+
     async def load_adapter(request: LoadAdapterRequest, _: ServerCall) -> LoadAdapterReply:
         roles.obey(request.epoch)
         return await adapters.load(request)
@@ -90,9 +105,13 @@ def handlers(
         EXPECT: decode.expect,
         PREFETCH: decode.prefetch,
         DECODE: decode.decode,
+        LEAVE: decode.leave,
+        EXPORT: exports.export,
+        PULL: exports.pull,
         DRAIN: drain,
         FLIP: flip,
         RESUME: resume,
+        MOVE: move,
         LOAD_ADAPTER: load_adapter,
         UNLOAD_ADAPTER: unload_adapter,
     }
@@ -153,7 +172,8 @@ class _WatchedCall(ServerCall):
         self.first: Any = None
 
     def send(self, item: object) -> None:
-        if not self.first_s and not (isinstance(item, TokenStep) and item.pause is not None):
+        notice = isinstance(item, TokenStep) and (item.pause is not None or item.leave is not None)
+        if not self.first_s and not notice:
             self.first_s, self.first = time.time(), item
         self._call.send(item)
 

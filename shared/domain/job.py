@@ -232,6 +232,8 @@ class JobView(msgspec.Struct, frozen=True):
     one_precision: its prompt and its answer must be computed by instances of one precision, from when it has begun of
     that `precision` (`InstanceInfo.precision`).
     media: modalities of its prompt's media items; only an instance that processes all of them can compute the job.
+    leaves: it decodes, and is to migrate with its KV to a decode instance that has room for it. tpot_s: its present
+    time per token, of a job that leaves only for a clearly shorter one; 0: for any.
     """
 
     job_id: str
@@ -252,3 +254,5 @@ class JobView(msgspec.Struct, frozen=True):
     one_precision: bool = False
     precision: str | None = None
     media: tuple[str, ...] = ()
+    leaves: bool = False
+    tpot_s: Finite = 0.0

@@ -44,6 +44,7 @@ def channel_group(head_dim: int) -> int:
 
 
 STAGING_SHARE = 0.25
+EXPORT_SHARE = 0.2  # of an engine's time while it computes, that copies of KV from its cache may take
 
 
 def default_staging(kv: int, longest: int) -> int:

@@ -181,6 +181,12 @@ def _lead(decision: Decision, prompt_tokens: int) -> str:
             return _resumed(decision)
         case "move":
             return _moved(decision)
+        case "migration":
+            return _migrates(decision)
+        case "stay":
+            return f"It stayed on {chosen} after all"
+        case "pull":
+            return "The KV of its prompt's beginning could not be pulled, so that it was computed"
     return f"{decision.kind.capitalize()}: {chosen}" if chosen else decision.kind.capitalize()
 
 
@@ -219,6 +225,11 @@ def _moved(decision: Decision) -> str:
     to = f" for {decision.chosen}" if decision.chosen else ""
     after = f" after {count(tokens, 'token')}" if isinstance(tokens, float | int) else ""
     return f"It left {left}{to}{after}"
+
+
+def _migrates(decision: Decision) -> str:
+    figures = decision.reasons[0].figures if decision.reasons else {}
+    return f"It began to go on at {decision.chosen} with its KV, from {figures.get('from', 'its instance')}"
 
 
 def _spans(timeline: RequestTimeline) -> Iterator[Sentence]:

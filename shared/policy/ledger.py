@@ -89,17 +89,17 @@ def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...
         tokens = route.split - route.prefill_saved
         booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=tokens, job_id=job.job_id))
     if route.decode is not None:
-        saved, coming = route.decode_saved, route.prefill is not None
+        saved, coming = route.decode_saved, route.prefill is not None or job.leaves
         booked.append(
             Assignment(
                 route.decode.instance_id,
                 now,
-                prefill_tokens=job.prompt_tokens - max(route.split, saved),
+                prefill_tokens=0 if job.leaves else job.prompt_tokens - max(route.split, saved),
                 decode_tokens=job.prompt_tokens,
                 heavy=is_heavy(job),
                 job_id=job.job_id,
                 coming=coming,
-                import_tokens=max(0, route.split - saved) if coming else 0,
+                import_tokens=max(0, (job.prompt_tokens if job.leaves else route.split) - saved) if coming else 0,
                 answer_tokens=route.answer_tokens or job.max_tokens,
                 lead_steps=route.lead_steps if coming else 0,
                 saved_tokens=saved,

@@ -37,6 +37,7 @@ HOLD_LOOK_S = 0.25  # a held job asks again at least this often: answers end ear
 MOVE_SHARE = 0.5  # of the pause here, that a move may take at most: either estimate may be off by a third
 MOVE_LEAST_S = 0.1  # a move has to save at least this: less is within the age of the loads that the estimate rests on
 PAUSE_NEWS_S = 1.0  # so often the instance reports the expected pause, and another place is looked for
+FASTER_SHARE = 0.75  # of a job's time per token that another instance may need for the job to migrate there for that
 STEADY_TOKENS = 16  # for which there has to be room beside a stream's context: else it is paused again at once
 
 
@@ -49,7 +50,8 @@ def decide(
     For a class that yields, up to `LOOKS` other routes are tried without the instance at fault, but not against a fixed
     split policy. Raises what `place` raises; Overloaded with a retry time, for a class that may be refused and would
     miss its targets; Delayed with a retry time, for a class that yields; Stays for a paused job that would not go on
-    clearly sooner on the route. `exclude` then names the instance where it is paused.
+    clearly sooner on the route, and for a job that would migrate where no instance has room for it, or none is clearly
+    faster. `exclude` then names the instance where it is.
     """
     if unable := index.unable(job):
         exclude = unable.union(exclude)
@@ -89,6 +91,8 @@ class _Decision:
         job, index = self.job, self.index
         placed = self._place(self.exclude)
         slo, needs, route = job.slo, index.ledger.class_demand, placed.route
+        if job.leaves:
+            return self._fitting(placed)
         if job.pause_s > 0.0:
             return self._sooner(placed)
         if job.begun:
@@ -113,6 +117,20 @@ class _Decision:
 
     def _place(self, exclude: InstanceIds) -> Placed:
         return place(self.job, self.index, self.policies, self.now, self.rng, exclude)
+
+    def _fitting(self, placed: Placed) -> Route:
+        """The route of a job that migrates. Raises Stays."""
+        here_s, option = self.job.tpot_s, self._estimate(placed, self.exclude)
+        if option is None or option.decode.room_s > HOLD_S:
+            raise Stays("no other decode instance has room for the job; it stays")
+        reason = Reason("migration", {"tpot_s": round(option.tpot_s, 5)})
+        if here_s > 0.0:
+            if option.tpot_s > FASTER_SHARE * here_s:
+                raise Stays(
+                    f"a token takes {here_s:.3f} s where the job is and {option.tpot_s:.3f} s elsewhere; it stays"
+                )
+            reason = Reason("migration", {"here_s": round(here_s, 5), **reason.figures})
+        return msgspec.structs.replace(placed.route, reasons=(reason, *placed.route.reasons))
 
     def _sooner(self, placed: Placed) -> Route:
         """The route of a paused job, with what it saves among its reasons. Raises Stays when that is too little."""

@@ -94,6 +94,18 @@ class KvMemory:
         self._cache.use(cached)
         return True
 
+    def check_import(self, request: ScheduledRequest) -> None:
+        """Give up the import of a waiting request where the tokens before the first imported one are not cached."""
+        if not request.import_tokens or not request.import_start:
+            return
+        self.trim_cache()
+        if len(self._cached(request)) * self._id_tokens < request.import_start:
+            request.computed_tokens = request.import_tokens = 0
+
+    def cached(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids from the first one on that the prefix cache holds."""
+        return self._cache.matched(ids)
+
     def allocate(self, request: ScheduledRequest, tokens: int) -> bool:
         """Take blocks until the request holds `tokens` tokens; False, and nothing changes, when there are too few."""
         more = self.blocks_for(tokens) - request.blocks

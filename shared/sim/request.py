@@ -36,7 +36,8 @@ class ScheduledRequest(ABC):
     decodes: bool = True  # whether it goes on here after its first token
     exports: bool = False  # whether the KV of its prompt is for another instance
     computed_tokens: int = 0  # of `tokens`, those whose KV is here, or comes; for decodes see `DecodeGroup.context`
-    import_tokens: int = 0  # those whose KV another instance sends; 0 after a preemption
+    import_tokens: int = 0  # those up to which another instance sends KV; 0 after a preemption
+    import_start: int = 0  # what it sends begins behind these, which are to be in the prefix cache
     cached_tokens: int = 0  # those that the prefix cache is expected to hold; from the start on, those that it held
     last_token_s: float = -1.0  # when its client got its last token; not up to date while it decodes
     state: State = State.WAITING

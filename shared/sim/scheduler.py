@@ -319,6 +319,7 @@ class Scheduler(Generic[R]):
             request = self.next_waiting()
             if request is None or (streams and not request.is_stream):
                 break
+            self.memory.check_import(request)
             if not request.import_tokens and step.prompt_budget <= 0:
                 break
             if not self._has_place(request) or not self._policy_admits(request, step.now):

@@ -27,6 +27,7 @@ class PlaceRequest(msgspec.Struct):
     job: JobView
     exclude: tuple[str, ...] = ()  # ids of instances that the job failed on, or leaves: not to be chosen
     trace: str = ""  # the caller's span (`shared.runtime.otlp`); empty: the work is not traced
+    to: str = ""  # the id of the only decode instance that may be chosen; empty: any
 
 
 class JobReport(msgspec.Struct):
@@ -111,6 +112,11 @@ class PrefillRequest(msgspec.Struct):
     def prompt_tokens(self) -> int:
         return length(self.prompt)
 
+    @property
+    def known(self) -> int:
+        """Prompt tokens that the instance need not compute."""
+        return max(self.saved, self.handle.tokens if self.handle is not None else 0)
+
 
 class PrefillStarted(msgspec.Struct):
     """The first chunk is computed and the decode instance is chosen: the KV can be pulled while the rest is
@@ -149,6 +155,7 @@ class PrefillReply(msgspec.Struct):
     reasons: tuple[Reason, ...] = ()  # for the choice of the decode instance, or why none was available
     codec: Reason | None = None  # for the choice of the KV's codec, where there was one
     reused: Reused | None = None
+    transfer: TransferReport | None = None  # of the prompt's beginning that was to be pulled
 
 
 class Predicted(msgspec.Struct):
@@ -239,6 +246,7 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     cause: LeaveCause
     to: str = ""  # the id of the instance to which it should; empty: any
+    tpot_s: Finite = 0.0  # the time per token there, where that is the cause
 
 
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -315,11 +323,16 @@ class PullRequest(msgspec.Struct):
     def __post_init__(self) -> None:
         whole(self.prompt)
 
+    @property
+    def prompt_tokens(self) -> int:
+        return length(self.prompt)
+
 
 class PullReply(msgspec.Struct):
-    """The end of a pull."""
+    """The end of a pull. held: up to which token a request with that prompt finds KV in the prefix cache now."""
 
     transfer: TransferReport
+    held: int = 0
 
 
 class LeaveRequest(msgspec.Struct):

@@ -24,7 +24,7 @@ from services.launcher.ports import is_free
 from shared.domain.job import Generation, LengthPrediction, Slo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
-from shared.domain.route import InstanceRef, Route
+from shared.domain.route import InstanceRef, PrefixPull, Route
 from shared.errors import EngineFailed, NoRoom, PolyphaseError, Unavailable
 from shared.wire import messages as wire
 from shared.wire.clients.scheduler import SchedulerClient
@@ -113,6 +113,16 @@ class Worker:
     twist: int = 0  # added to each token: arithmetic unlike that of other instances
     before_token: "Callable[[int], object] | None" = None
     held: "int | None" = None  # tokens of each prompt in its prefix cache; None: it reports nothing about them
+    exports: list[wire.ExportRequest] = field(default_factory=list)
+    pulls: list[wire.PullRequest] = field(default_factory=list)
+    leaves: list[wire.LeaveRequest] = field(default_factory=list)
+    no_export: Exception | None = None
+    no_pull: Exception | None = None
+    no_leave: Exception | None = None
+    holds: bool = True  # what exports are requested of
+    arrives: bool = True  # what it pulls
+    leaving: dict[str, "asyncio.Future[None]"] = field(default_factory=dict)  # by job
+    answers: dict[str, list[int]] = field(default_factory=dict)  # prompt and answer so far of each job that decodes
     prefills: list[wire.PrefillRequest] = field(default_factory=list)
     decodes: list[wire.DecodeRequest] = field(default_factory=list)
     calls: list[ServerCall] = field(default_factory=list)  # of `decodes`
@@ -144,6 +154,9 @@ class Worker:
             wire.PREDICTED: self.predicted,
             wire.DECODE: self.decode,
             wire.EXPECT: self.expect,
+            wire.EXPORT: self.export,
+            wire.PULL: self.pull,
+            wire.LEAVE: self.leave,
             wire.PREFETCH: self.prefetch,
             wire.RELEASE: self.release,
         }
@@ -232,10 +245,20 @@ class Worker:
         self.calls.append(call)
         self.timeouts.append(call.timeout_s)
         tokens, known = unpacked(request.prompt), unpacked(request.known)
+        job_id = request.job.job_id
+        self.answers[job_id] = tokens
+        left = self.leaving[job_id] = asyncio.get_running_loop().create_future()
+        outcome = TransferOutcome.PULLED if request.handle else TransferOutcome.LOCAL
+        report = TransferReport(outcome, tokens=request.prompt_tokens)
         try:
             for count in range(request.job.max_tokens):
                 await self._wait(count)
                 started_s = started_s or time.time()
+                if left.done():
+                    where = self.leaves[-1]
+                    handle = self._handle(where.transfer_id, where.start, len(tokens) - 1)
+                    handover = wire.Handover(handle, b"state" if not count else f"after {len(tokens)}".encode())
+                    return wire.DecodeReply(report, queued_s, started_s, time.time(), handover)
                 if count < len(known):
                     tokens.append(known[count])
                     continue
@@ -246,8 +269,46 @@ class Worker:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        outcome = TransferOutcome.PULLED if request.handle else TransferOutcome.LOCAL
-        return wire.DecodeReply(TransferReport(outcome, tokens=request.prompt_tokens), queued_s, started_s, time.time())
+        finally:
+            del self.leaving[job_id], self.answers[job_id]
+        return wire.DecodeReply(report, queued_s, started_s, time.time())
+
+    def leave_at(self, token: int, *leaves: wire.Leave, again_at: "asyncio.Event | None" = None) -> None:
+        """Ask before that token of each decode that the job migrates, and wait until it leaves, or for the event."""
+
+        async def before(count: int) -> None:
+            if count == token:
+                for leave in leaves:
+                    self.calls[-1].send(wire.TokenStep([], leave=leave))
+                left = self.leaving[self.decodes[-1].job.job_id]
+                waits = [left] if again_at is None else [left, asyncio.ensure_future(again_at.wait())]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+        self.before_token = before
+
+    async def export(self, request: wire.ExportRequest, _: ServerCall) -> wire.ExportReply:
+        self.exports.append(request)
+        if self.no_export is not None:
+            raise self.no_export
+        tokens = len(self.answers[request.job_id]) - 1 if request.job_id else len(unpacked(request.prompt))
+        return wire.ExportReply(self._handle(request.transfer_id, request.start, tokens) if self.holds else None)
+
+    async def pull(self, request: wire.PullRequest, _: ServerCall) -> wire.PullReply:
+        self.pulls.append(request)
+        if self.no_pull is not None:
+            raise self.no_pull
+        if not self.arrives:
+            return wire.PullReply(TransferReport(TransferOutcome.RECOMPUTED, error="peer_lost"))
+        return wire.PullReply(TransferReport(TransferOutcome.PULLED, request.handle.tokens), request.handle.tokens)
+
+    async def leave(self, request: wire.LeaveRequest, _: ServerCall) -> None:
+        if self.no_leave is not None:
+            raise self.no_leave
+        self.leaves.append(request)
+        self.leaving[request.job_id].set_result(None)
+
+    def _handle(self, transfer_id: str, start: int, tokens: int) -> KvHandle:
+        return KvHandle(transfer_id, self.name, 1, "f", (), tokens, "bfloat16", start=start)
 
     async def _wait(self, count: int) -> None:
         result = self.before_token(count) if self.before_token is not None else asyncio.sleep(0)
@@ -338,6 +399,8 @@ class Cluster:
     may_move: asyncio.Event | None = None  # for which that placement waits
     binds: bool = False  # routes of whole prompts name the decode instance
     has_room: "Callable[[wire.PlaceRequest], bool]" = lambda _: False  # what routes promise
+    no_target: PolyphaseError | None = None  # the answer where a job is to migrate
+    pull: PrefixPull | None = None  # of all routes
     scheduler: RpcServer | None = None
 
     @property
@@ -397,13 +460,15 @@ class Cluster:
                 await self.may_move.wait()
             if self.no_move is not None:
                 raise self.no_move
+        if request.job.leaves and self.no_target is not None:
+            raise self.no_target
         if (error := self.no_room(request)) is not None:
             raise error
         usable = [worker for worker in self.decodes if worker.name not in request.exclude]
         if not usable:
             raise self.no_route
         split, decode = self.split, usable[0].ref
-        more = {"wants_prefix": self.wants_prefix, "has_room": self.has_room(request)}
+        more = {"wants_prefix": self.wants_prefix, "has_room": self.has_room(request), "pull": self.pull}
         if request.job.local_only or split == 0:
             return Route(None, decode, 0, "test", decode_saved=self.saved, **more)
         self.prefill.decode_at = usable[0]
@@ -423,14 +488,16 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(*, second_scheduler: bool = False, **changes: object) -> AsyncIterator[Cluster]:
-    """One prefill and two decode instances, a scheduler (at two addresses, if there is to be a second one), and a
+async def running_cluster(
+    *, second_scheduler: bool = False, decodes: int = 2, **changes: object
+) -> AsyncIterator[Cluster]:
+    """One prefill and some decode instances, a scheduler (at two addresses, if there is to be a second one), and a
     pipeline with these settings.
     """
     async with AsyncExitStack() as stack:
         sockets = Sockets()
         stack.callback(sockets.close)
-        workers = [Worker(name, sockets) for name in ("p0", "d0", "d1")]
+        workers = [Worker(name, sockets) for name in ("p0", *(f"d{each}" for each in range(decodes)))]
         for worker in workers:
             await worker.start()
             stack.push_async_callback(worker.stop)

@@ -103,6 +103,15 @@ class StepLog:
         self.drafted_tokens += tokens
         self.accepted_tokens += accepted
 
+    def recent_token_s(self, count: int = 32) -> float:
+        """Mean seconds of the newest steps with decodes, of at most so many steps; 0 where there are none."""
+        seconds = [
+            entry[2]
+            for number in range(max(0, self._count - count), self._count)
+            if (entry := self._ring[number % len(self._ring)]) is not None and entry[5]
+        ]
+        return sum(seconds) / len(seconds) if seconds else 0.0
+
     def page(self, instance_id: str, generation: int, since: int, limit: int) -> StepPage:
         """Up to `limit` steps from number `since` on; with a negative `since`, the newest ones."""
         count = self._count
@@ -218,7 +227,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """The properties of an engine that has started. Empty rates: not measured.
 
     stages: layers of each pipeline stage, as in KvHandle; empty where there is one. adapters, media, precision: as in
-    InstanceInfo.
+    InstanceInfo. cached_tokens: of a block of its prefix cache; 0: it has no cache that can hold a request's KV.
     """
 
     compatibility: Compatibility
@@ -231,6 +240,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     precision: str = ""
     media: tuple[str, ...] = ()
+    cached_tokens: int = 0
 
 
 class Engine(Protocol):

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -26,9 +26,11 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from services.worker.engines.base import (
+    CacheExport,
     CacheSink,
     CurrentRates,
     EngineInfo,
@@ -36,10 +38,12 @@ from services.worker.engines.base import (
     EngineRequest,
     EngineStats,
     KnownTokens,
+    Left,
     Sink,
     StepLog,
     deliver,
 )
+from services.worker.engines.vllm_exports import CacheExports
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
 from services.worker.engines.vllm_patches import (
     FORCED,
@@ -73,6 +77,7 @@ _END_S, _STUCK_S = 10.0, 1.0  # for the engine's thread to end, and where it wai
 _LOSS_S = 1.0  # for the loss of a rank to be noticed, of which a pass has failed
 _KILL_S = 20.0  # beyond the drain: for the process of a rank to end when another has died
 Command = Callable[[], None]
+Result = TypeVar("Result")
 
 
 class VllmEngine:
@@ -133,6 +138,27 @@ class VllmEngine:
         if self._sinks.pop(request_id, None) is not None:
             self._post(lambda: self._abort(request_id))
 
+    async def export_cached(self, request: EngineRequest, export: CacheExport) -> int:
+        def begin() -> int:
+            core = self._requests.make(request)
+            return self._exports.export_cached(Request.from_engine_core_request(core, self._hasher), export)
+
+        return await self._result_of(begin)
+
+    async def export_running(self, request_id: str, export: CacheExport) -> int:
+        return await self._result_of(lambda: self._exports.export_running(request_id, export))
+
+    async def leave(self, request_id: str, export: CacheExport) -> Left | None:
+        ended: asyncio.Future[Left | None] = self._loop.create_future()
+
+        def left(result: Left | None) -> None:
+            if result is not None:
+                self._abort(request_id)
+            self._loop.call_soon_threadsafe(self._set_left, request_id, ended, result)
+
+        self._post(lambda: self._exports.leave(request_id, export, left))
+        return await asyncio.shield(ended)
+
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         self._post(lambda: self._scheduling.predicted(request_id, prediction))
 
@@ -150,12 +176,12 @@ class VllmEngine:
 
     async def add_adapter(self, key: str, folder: str) -> None:
         try:
-            await self._carry_out(lambda: self._add_adapter(key, folder))
+            await self._result_of(lambda: self._add_adapter(key, folder))
         except Exception as error:  # whatever vLLM raises for a folder
             raise EngineFailed(str(error) or type(error).__name__) from error
 
     async def remove_adapter(self, key: str) -> None:
-        await self._carry_out(lambda: self._remove_adapter(key))
+        await self._result_of(lambda: self._remove_adapter(key))
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -189,28 +215,28 @@ class VllmEngine:
         with self._wake:
             self._wake.notify()
 
-    async def _carry_out(self, command: Command) -> None:
+    async def _result_of(self, command: Callable[[], Result]) -> Result:
         """Run a command between two steps and wait for its end. Raises what it raises."""
-        ended: asyncio.Future[None] = self._loop.create_future()
+        ended: asyncio.Future[Result] = self._loop.create_future()
 
-        def end(error: Exception | None) -> None:
+        def end(result: Result | None, error: Exception | None) -> None:
             if ended.done():
                 return  # the caller is gone
-            if error is None:
-                ended.set_result(None)
-            else:
+            if error is not None:
                 ended.set_exception(error)
+            else:
+                ended.set_result(cast(Result, result))
 
         def run() -> None:
-            failure: Exception | None = None
+            result, failure = None, None
             try:
-                command()
+                result = command()
             except Exception as error:  # for the caller
                 failure = error
-            self._loop.call_soon_threadsafe(end, failure)
+            self._loop.call_soon_threadsafe(end, result, failure)
 
         self._post(run)
-        await ended
+        return await ended
 
     # Everything below runs on the engine thread.
 
@@ -260,6 +286,9 @@ class VllmEngine:
         for each in self._requests.adapters.values():  # one that cannot be loaded ends the start, not a later step
             self._core.engine_core.add_lora(each)
         self._cache.attach(self._scheduler, self._loop)
+        core = self._core.engine_core
+        self._hasher = core.request_block_hasher
+        self._exports = CacheExports(core)
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
         return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)
@@ -285,6 +314,7 @@ class VllmEngine:
             self._step_began_mono = time.monotonic()
             self._observer.began()
             self._follow_commands()
+            self._exports.advance()
             busy, begun = self._busy, ranks.passes.begun if ranks is not None else 0
             if busy:
                 self._turn()
@@ -298,6 +328,7 @@ class VllmEngine:
                 # The engine would turn as fast as it can while it waits for KV or a grammar. More room wakes it.
                 waiting_s = _WAITING_S if self._settings.ranks == 1 else _RANKS_WAITING_S
                 self._pause(_IDLE_S if self._scheduling.blocked else waiting_s)
+        self._exports.close()
         if ranks is not None:
             self._leave(ranks)
 
@@ -462,6 +493,13 @@ class VllmEngine:
 
     # Back on the event loop.
 
+    def _set_left(self, request_id: str, ended: "asyncio.Future[Left | None]", result: Left | None) -> None:
+        """Called after the request's last tokens were delivered."""
+        if result is not None:
+            self._sinks.pop(request_id, None)
+        if not ended.done():
+            ended.set_result(result)
+
     def _deliver(self, batch: list[tuple[str, TokenStep]]) -> None:
         for request_id, output in batch:
             sink = self._sinks.get(request_id)
@@ -600,16 +638,17 @@ class CoreRequests:
                 params.prompt_logprobs, params.skip_reading_prefix_cache = None, False
         elif request.forced_tokens:
             extra[FORCED] = request.forced_tokens
+        transfers: dict[str, Any] = {}
         if request.export_to:
-            extra["kv_transfer_params"] = {
-                "export": {
-                    "transfer_id": request.export_to,
-                    "codec": request.export_codec.value,
-                    "adapter": digest_of_key(adapter, self._digests),
-                }
+            transfers["export"] = {
+                "transfer_id": request.export_to,
+                "codec": request.export_codec.value,
+                "adapter": digest_of_key(adapter, self._digests),
             }
-        elif request.import_from is not None:
-            extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
+        if request.import_from is not None:
+            transfers["import"] = msgspec.to_builtins(request.import_from)
+        if transfers:
+            extra["kv_transfer_params"] = transfers
         params.extra_args = extra or None
         return EngineCoreRequest(
             request_id=request.request_id,

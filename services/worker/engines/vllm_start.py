@@ -25,7 +25,7 @@ from services.worker.kv.codec import codec_speeds
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, WIDER
 from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
-from shared.domain.instance import Compatibility, KvComponent, KvGeometry
+from shared.domain.instance import Compatibility, KvComponent, KvGeometry, KvKind
 from shared.domain.prompt import MODALITIES
 from shared.domain.rates import Rates
 from shared.errors import InvalidRequest
@@ -366,6 +366,8 @@ def engine_info(
         min_wire_version=OURS.minimum,
         geometry=geometry,
     )
+    has_states = any(each.kind is KvKind.STATE for each in components)
+    caches = bool(config.cache_config.enable_prefix_caching) and not has_states
     codecs = codec_speeds(geometry, DTYPES[settings.dtype]) if settings.lossy_kv else {}
     return EngineInfo(
         compatibility,
@@ -378,4 +380,5 @@ def engine_info(
         adapters=dict(adapters),
         precision=precision_of(settings),
         media=media_of(config),
+        cached_tokens=blocks.size_tokens if caches else 0,
     )

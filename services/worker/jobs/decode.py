@@ -9,12 +9,12 @@ import msgspec
 
 from services.worker.engines.base import FAILED, Engine, EngineRequest, KnownTokens, failure
 from services.worker.jobs.roles import RoleState
-from services.worker.kv import lossy_salt, mixed_salt
+from services.worker.kv import holds_exact_kv, import_salt
 from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import InstanceInfo, Promised, Role
-from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import length, unpacked
-from shared.errors import EngineFailed, NoRoom
+from shared.errors import Conflict, EngineFailed, NoRoom, NotFound
 from shared.policy.decode_admission import (
     Ahead,
     ahead_of,
@@ -25,11 +25,28 @@ from shared.policy.decode_admission import (
     shared_each,
     with_job,
 )
+from shared.policy.leaving import Stayer, leaves_for_memory, leaves_for_speed
 from shared.policy.overload import PAUSE_NEWS_S, Beside, pause_s
-from shared.wire.messages import DecodeReply, DecodeRequest, ExpectRequest, Pause, Predicted, PrefetchRequest, TokenStep
+from shared.wire.messages import (
+    DecodeReply,
+    DecodeRequest,
+    ExpectRequest,
+    Handover,
+    Leave,
+    LeaveCause,
+    LeaveRequest,
+    Pause,
+    Predicted,
+    PrefetchRequest,
+    PullRequest,
+    Reused,
+    TokenStep,
+)
 from shared.wire.rpc_server import ServerCall
 
+LOOK_S = 0.25  # between two looks for jobs that should migrate
 BESIDE_S = 0.1  # how long a summary of all jobs is used
+DRAIN_NEWS_S = 2.0  # between two notices of a drain to a decode that is still here: there may be room for it by then
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +63,9 @@ class _Decode:
     has_blocks: bool = False
     pause: int = 0  # numbered over all jobs: the last paused job is the next to get blocks. 0: none
     repeat: asyncio.TimerHandle | None = None  # of the notice of its pause
+    salt: str = ""  # of its blocks, where these hold KV that is not what the engine computes itself
+    ended: "asyncio.Future[TokenStep | Handover] | None" = None  # while the engine has it
+    asked_mono: float = float("-inf")  # when its gateway was last asked to have it migrate
 
     @property
     def ahead(self) -> tuple[int, int]:
@@ -92,6 +112,8 @@ class DecodeService:
         self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that arrived since
         self._shared_each = 0.0  # tokens of each job in blocks that it shares, as of then
         self._expected: dict[str, _Expected] = {}  # by transfer
+        self._drain_news: asyncio.TimerHandle | None = None
+        roles.on_drain = self._let_all_leave
 
     @property
     def active(self) -> int:
@@ -190,7 +212,7 @@ class DecodeService:
             self._expected.pop(request.handle.transfer_id, None)
         # A prefetch outlives NoRoom: the job returns if no other instance has room, and otherwise the gateway releases
         # the prefetch.
-        self._check_room(request)
+        self.check_room(request)
         ended = False
         try:
             with self._roles.job(Role.DECODE, request.job.job_id):
@@ -203,7 +225,7 @@ class DecodeService:
                 self.forget([request.handle.transfer_id])
                 await asyncio.shield(self._kv.drop(request.handle.transfer_id))
 
-    def _check_room(self, request: DecodeRequest) -> None:
+    def check_room(self, request: "DecodeRequest | PullRequest") -> None:
         """Raises NoRoom where the job may be refused for that: its KV does not fit beside the jobs that decode here
         until the end of its answer, or all seats are taken. The figures are those that schedulers decide on, and
         newer.
@@ -221,10 +243,11 @@ class DecodeService:
                 f"{held + left}; there is room for {room}"
             )
 
-    def _room_of(self, request: DecodeRequest) -> tuple[int, int]:
+    def _room_of(self, request: "DecodeRequest | PullRequest") -> tuple[int, int]:
         """Tokens of KV that a job takes when it starts, and those of its answer, for which room is kept."""
-        view, shared = request.job, min(request.saved, int(self._shared_each))
-        held = _known_tokens(request)
+        saved = request.saved if isinstance(request, DecodeRequest) else 0
+        view, shared = request.job, min(saved, int(self._shared_each))
+        held = _known_tokens(request) if isinstance(request, DecodeRequest) else request.prompt_tokens
         left = (view.answer_tokens or view.max_tokens) - (held - request.prompt_tokens)
         return max(1, held - shared), max(1, left)
 
@@ -251,7 +274,8 @@ class DecodeService:
     async def _run(self, request_id: str, job: _Decode) -> DecodeReply:
         request, call, loop = job.request, job.call, asyncio.get_running_loop()
         known = KnownTokens([] if request.resumes else unpacked(request.known))
-        ended: asyncio.Future[TokenStep] = loop.create_future()
+        ended: asyncio.Future[TokenStep | Handover] = loop.create_future()
+        job.ended = ended
         queued_s = time.time()
         started_s = 0.0
 
@@ -281,24 +305,96 @@ class DecodeService:
             loop.call_soon_threadsafe(self._preempted, request_id)
 
         precision = self._info().precision
-        self._engine.submit(_engine_request(request_id, request, precision, entered, preempted), step)
+        engine_request = _engine_request(request_id, request, precision, entered, preempted)
+        salt = engine_request.generation.cache_salt
+        job.salt = "" if holds_exact_kv(salt) else salt
+        self._engine.submit(engine_request, step)
         if request.handle is not None:
             self._prefetches.pop(request.handle.transfer_id, None)  # from here on the engine imports or drops it
         last = await ended
         ended_s = time.time()
-        if (error := failure(request.job.job_id, last)) is not None:
+        handover = last if isinstance(last, Handover) else None
+        if isinstance(last, TokenStep) and (error := failure(request.job.job_id, last)) is not None:
             raise error
-        return DecodeReply(await self._transfer(job), queued_s, started_s, ended_s)
+        return DecodeReply(await self._transfer(job), queued_s, started_s, ended_s, handover)
+
+    async def leave(self, request: LeaveRequest, call: ServerCall) -> None:
+        """End a decode that goes on elsewhere; the reply of its call has the handover. Raises NotFound."""
+        running = self.find(request.job_id)
+        export = self._kv.cache_export(request.transfer_id, request.start, call.peer)
+        left = await self._engine.leave(running.request_id, export)
+        ended = running.job.ended
+        if left is None or ended is None or ended.done():
+            raise NotFound(f"{request.job_id}: its decode has ended, or has not begun")
+        handle = None
+        if left.tokens > request.start:
+            handle = running.handle(self._kv, request.transfer_id, request.start, left.tokens)
+        ended.set_result(Handover(handle, left.state))
+
+    def look(self) -> None:
+        """Ask gateways to have jobs migrate where the KV memory or the speed of this instance does not suffice for all
+        that decode here; to be called a few times per second.
+        """
+        stayers = [
+            Stayer(name, *job.ahead, job.request.job.slo.weight, job.request.job.slo.tpot_s, job.asked_mono)
+            for name, job in self._active.items()
+            if job.started and job.has_blocks and job.request.tell_leaves
+        ]
+        if not stayers:
+            return
+        info, stats, now_mono = self._info(), self._engine.stats(), time.monotonic()
+        token_s, size = self._engine.steps.recent_token_s(), info.block_size
+        leavers = leaves_for_memory(
+            stayers, stats.total_blocks * size, stats.free_blocks * size, token_s, size, now_mono
+        )
+        for name in leavers:
+            self._ask_to_leave(self._active[name], Leave(LeaveCause.MEMORY))
+        gain = info.rates.step.gain if info.rates.step is not None else 1.0
+        slow = leaves_for_speed(stayers, token_s / gain, now_mono) if not leavers else None
+        if slow is not None:
+            self._ask_to_leave(self._active[slow], Leave(LeaveCause.TPOT, tpot_s=token_s / gain))
+
+    def move(self, job_id: str, to: str = "") -> None:
+        """Ask the gateway of a job to have it migrate to `to`, or to any instance.
+
+        Raises NotFound for a job that does not decode here, Conflict for one that cannot migrate.
+        """
+        job, here = self.find(job_id).job, self._info().instance_id
+        if to == here:
+            raise Conflict(f"{job_id} decodes on {to} already")
+        if not job.request.tell_leaves:
+            raise Conflict(f"{job_id} stays on {here}: its gateway does not migrate it")
+        self._ask_to_leave(job, Leave(LeaveCause.OPERATOR, to))
+
+    def _let_all_leave(self) -> None:
+        """A drain has begun, or goes on: ask gateways to have their jobs migrate."""
+        if self._drain_news is not None:
+            self._drain_news.cancel()
+            self._drain_news = None
+        if not self._roles.draining or not self._active:
+            return
+        for job in self._active.values():
+            if job.request.tell_leaves:
+                self._ask_to_leave(job, Leave(LeaveCause.DRAIN))
+        self._drain_news = asyncio.get_running_loop().call_later(DRAIN_NEWS_S, self._let_all_leave)
+
+    def _ask_to_leave(self, job: _Decode, leave: Leave) -> None:
+        job.asked_mono = time.monotonic()
+        job.call.send(TokenStep([], leave=leave))
+
+    def find(self, job_id: str) -> "RunningDecode":
+        """A job that decodes here. Raises NotFound."""
+        for request_id, job in self._active.items():
+            if job.request.job.job_id == job_id:
+                return RunningDecode(request_id, job)
+        raise NotFound(f"{job_id}: no such job decodes at {self._info().instance_id}")
 
     def _as_reused(self, job: _Decode, step: TokenStep) -> TokenStep:
         """Correct the step where the import failed on which its count of reused tokens relies."""
         if step.reused is None or job.imported is None:
             return step
-        report, reused = self._kv.known_report(job.imported), step.reused
-        if report is None or report.outcome is not TransferOutcome.RECOMPUTED:
-            return step
-        computed_here = msgspec.structs.replace(reused, tokens=reused.tokens - reused.imported, imported=0)
-        return msgspec.structs.replace(step, reused=computed_here)
+        report = self._kv.known_report(job.imported)
+        return msgspec.structs.replace(step, reused=as_reported(step.reused, report))
 
     def _entered(self, request_id: str) -> None:
         if (job := self._active.get(request_id)) is None:
@@ -350,6 +446,26 @@ class DecodeService:
         return report
 
 
+def as_reported(reused: Reused, report: TransferReport | None) -> Reused:
+    """Without the tokens that were computed here because their import failed."""
+    if report is None or report.outcome is not TransferOutcome.RECOMPUTED:
+        return reused
+    return msgspec.structs.replace(reused, tokens=reused.tokens - reused.imported, imported=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningDecode:
+    """A job that decodes here, and the engine's name for it."""
+
+    request_id: str
+    job: _Decode
+
+    def handle(self, kv: KvPort, transfer_id: str, start: int, tokens: int) -> KvHandle:
+        """Of its KV."""
+        handle = kv.handle(transfer_id, tokens, Codec.RAW, self.job.request.generation.adapter)
+        return msgspec.structs.replace(handle, start=start, salt=self.job.salt)
+
+
 def _known_tokens(request: DecodeRequest) -> int:
     """Tokens after which the engine goes on: of the prompt, and of an answer that has begun in another engine."""
     return request.prompt_tokens + (length(request.known) if request.resumes else 0)
@@ -366,13 +482,7 @@ def _engine_request(
 ) -> EngineRequest:
     """precision: of the engine."""
     handle, generation = request.handle, request.generation
-    salt = generation.cache_salt
-    if handle is not None and handle.codec.lossy:
-        salt = lossy_salt(handle.transfer_id)
-    elif handle is not None and handle.precision != precision:
-        salt = mixed_salt(handle.precision, salt)
-    if salt != generation.cache_salt:
-        # No request that wants exact KV may find blocks that hold other KV.
+    if handle is not None and (salt := import_salt(handle, precision, generation.cache_salt)) != generation.cache_salt:
         generation = msgspec.structs.replace(generation, cache_salt=salt)
     return EngineRequest(
         request_id=request_id,

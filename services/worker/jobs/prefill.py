@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.worker.engines.base import Engine, EngineRequest, failure
+from services.worker.jobs.decode import as_reported
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceInfo, InstanceView, Role
 from shared.domain.job import JobView
-from shared.domain.kv import Codec, KvHandle
+from shared.domain.kv import Codec, KvHandle, TransferReport
 from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.errors import InvalidRequest, Unavailable
@@ -66,13 +67,16 @@ class PrefillService:
         dispatcher: "Dispatcher",
         codecs: "Codecs",
         chunk_size: Callable[[], int],
+        on_transfer: Callable[[KvHandle, TransferReport], None],
     ) -> None:
+        """on_transfer: receives a report of each import of a prompt's beginning."""
         self._engine = engine
         self._kv = kv
         self._roles = roles
         self._dispatcher = dispatcher
         self._codecs = codecs
         self._chunk_size = chunk_size
+        self._on_transfer = on_transfer
         self._active: dict[str, _Prefill] = {}  # jobs whose prompts are not computed
         self._sequence = 0
         kv.when_room(engine.wake)
@@ -84,7 +88,7 @@ class PrefillService:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of the queued jobs, without those that its prefix cache is known to hold."""
-        return sum(job.request.prompt_tokens - job.request.saved for job in self._active.values())
+        return sum(job.request.prompt_tokens - job.request.known for job in self._active.values())
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         """Compute the prompt's KV and stage it; the first token is in the reply if it was wanted.
@@ -119,10 +123,18 @@ class PrefillService:
         self._active[job.request_id] = job
         if request.export and (request.decode is None or request.job.slo.lossy_kv.lossy):
             self._dispatcher.expect()
+        imported = self._kv.expect(request.handle) if request.handle is not None else None
+        transfer = None
         try:
             last = await self._compute(job)
+            if imported is not None:
+                transfer = await self._kv.import_report(imported)
+                self._on_transfer(imported.handle, transfer)
+                job.reused = as_reported(job.reused, transfer) if job.reused is not None else None
         finally:
             del self._active[job.request_id]
+            if imported is not None:
+                self._kv.end(imported)
         handle = None
         if request.export and not _ends_answer(last, request):
             if job.decode is None:
@@ -142,6 +154,7 @@ class PrefillService:
             reasons=job.reasons,
             codec=job.codec.reason if job.codec is not None else None,
             reused=job.reused,
+            transfer=transfer,
         )
 
     async def _compute(self, job: _Prefill) -> TokenStep:
@@ -188,6 +201,7 @@ class PrefillService:
             wants_token=request.want_token,
             export_to=request.transfer_id if request.export else "",
             export_codec=job.codec.codec if job.codec is not None else Codec.RAW,
+            import_from=request.handle,
             has_room=lambda: self._kv.reserve(request.transfer_id),
             entered=job.entered,
         )

@@ -64,12 +64,22 @@ def mixed_salt(precision: str, salt: str) -> str:
     return f"{_MIXED}{precision}:{salt}"
 
 
-def may_import(handle: KvHandle, precision: str, salt: str) -> bool:
-    """Whether a request with that cache salt, at an engine of that precision, may import the handle's KV: no other
-    request may find blocks that the engine would not have computed.
+def import_salt(handle: KvHandle, precision: str, salt: str) -> str:
+    """The cache salt that a request with that salt of its own has at an engine of that precision if it imports the
+    handle's KV: no other request may find blocks that the engine would not have computed.
     """
     if handle.codec.lossy:
-        return salt == lossy_salt(handle.transfer_id)
+        return lossy_salt(handle.transfer_id)
+    salt = handle.salt or salt
+    return salt if handle.precision == precision else mixed_salt(handle.precision, salt)
+
+
+def may_import(handle: KvHandle, precision: str, salt: str) -> bool:
+    """Whether a request with that cache salt may import the handle's KV, whatever the salt was from which `import_salt`
+    has made it.
+    """
+    if handle.codec.lossy or handle.salt:
+        return salt == import_salt(handle, precision, "")
     return handle.precision == precision or salt.startswith(mixed_salt(handle.precision, ""))
 
 

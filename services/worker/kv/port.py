@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from services.worker.engines.base import CacheExport
 from services.worker.kv import rank_messages
 from services.worker.kv.rank_control import KvControl
 from services.worker.kv.rank_events import KvEvents
@@ -63,11 +64,20 @@ class KvPort:
         )
 
     def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
-        """An export of that many tokens will need room."""
+        """An export of that many tokens will need room. Any thread may call this."""
 
     def reserve(self, transfer_id: str) -> bool:
         """Whether an announced export has room now, which it then keeps until it ends. Any thread may call this."""
         return True
+
+    def cache_export(self, transfer_id: str, start: int, owner: bytes) -> CacheExport:
+        """An export of KV that the engine holds, from token `start` on."""
+        return CacheExport(
+            transfer_id,
+            start,
+            announce=lambda tokens: self.announce(transfer_id, tokens, owner),
+            has_room=lambda: self.reserve(transfer_id),
+        )
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """Call back whenever there is more room than before."""
@@ -124,7 +134,7 @@ class _Export:
 class ExportLedger:
     """Exports from their announcement until every rank has dropped them.
 
-    The engine's thread calls `reserve`, the event loop everything else.
+    Any thread may call `announce` and `reserve`; the event loop calls everything else.
     """
 
     def __init__(self, limit_bytes: int, ranks: int) -> None:

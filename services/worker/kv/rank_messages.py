@@ -21,7 +21,7 @@ class Release(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Begin to pull tokens [0, tokens) of the handle before the engine has blocks for them.
+    """Begin to pull the handle's tokens up to `tokens` before the engine has blocks for them.
 
     Best effort: without room, without progress, or after `keep_s` without an import of it, nothing of it is left.
     """

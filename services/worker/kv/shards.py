@@ -134,9 +134,9 @@ class RankShape:
         return max(1, FRAME_BYTES // payload_bytes((1, self.sides, tokens, heads, self.head_dim), self.dtype, codec))
 
 
-def held_bytes(shapes: Sequence[RankShape], tokens: int) -> int:
-    """Bytes that an exporter stages for a transfer of that many tokens, of all components."""
-    ranges = (shape.kept(0, tokens, tokens) for shape in shapes)
+def held_bytes(shapes: Sequence[RankShape], tokens: int, first: int = 0) -> int:
+    """Bytes that an exporter stages for a transfer of tokens [first, tokens), of all components."""
+    ranges = (shape.kept(first, tokens, tokens) for shape in shapes)
     return sum(shape.chunk_bytes(end - start) for shape, (start, end) in zip(shapes, ranges, strict=True))
 
 

@@ -80,8 +80,8 @@ Staged = Sequence[Segment | CodedSegment]
 class Transfer:
     """The state of one export, from its first chunk or confirmation until it has ended and no copy is under way.
 
-    Tokens [0, token_end) are staged, of a component with a window those that `RankShape.kept` names. The segments of a
-    component are in the order of their tokens. They stay while a reader has this: one that ends during a copy is
+    Tokens up to `token_end` are staged, of a component with a window those that `RankShape.kept` names. The segments of
+    a component are in the order of their tokens. They stay while a reader has this: one that ends during a copy is
     replaced by one without segments.
     """
 
@@ -140,9 +140,9 @@ class StagingPool:
         with self._lock:
             return sum(transfer.held for transfer in self._transfers.values())
 
-    def admit(self, transfer_id: str, size_bytes: int, whole_bytes: int = 0) -> None:
-        """Take room for a chunk of a transfer of `whole_bytes`, whose copy may begin; `commit` or `abandon`
-        follows.
+    def admit(self, transfer_id: str, size_bytes: int, whole_bytes: int = 0, first: int = 0) -> None:
+        """Take room for a chunk of a transfer of `whole_bytes` whose first token is number `first`; its copy may begin,
+        and `commit` or `abandon` follows.
 
         Raises KvError: REFUSED when there is too little room, now or ever, after which the transfer has failed for
         good; otherwise the reason why the transfer ended before.
@@ -152,6 +152,7 @@ class StagingPool:
             room = max(whole_bytes, self._used_bytes + size_bytes) <= self.limit_bytes
             if room:
                 transfer = transfer or self._transfers.setdefault(transfer_id, Transfer(transfer_id))
+                transfer.token_end = max(transfer.token_end, first)
                 transfer.copying += 1
                 self._used_bytes += size_bytes
         if not room:

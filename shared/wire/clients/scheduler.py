@@ -65,12 +65,14 @@ class SchedulerClient:
         """Whether there are several schedulers, each of which learns of the others' placements only later."""
         return len(self._addresses) > 1
 
-    async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float, trace: str = "") -> Route:
-        """A route for `job`. Raises Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
+    async def place(
+        self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float, trace: str = "", to: str = ""
+    ) -> Route:
+        """A route for `job`. to: as in PlaceRequest. Raises Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
         lost: PeerLost | None = None
         for client in self._in_order(self._home.get(job.job_id) or self._next()):
             try:
-                route = await client.call(PLACE, PlaceRequest(job, exclude, trace), timeout_s=timeout_s)
+                route = await client.call(PLACE, PlaceRequest(job, exclude, trace, to), timeout_s=timeout_s)
             except PeerLost as error:
                 lost = error
             except DeadlineExceeded:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -93,8 +94,8 @@ class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, 
 
 @dataclass(frozen=True, slots=True)
 class ExportChunk:
-    """After this step's forward pass, tokens [start, end) of a transfer of `total` lie in `blocks`, which cover the
-    sequence from token 0, for each of vLLM's KV cache groups.
+    """After this step's forward pass, tokens [start, end) of a transfer of tokens [first, total) lie in `blocks`, which
+    cover the sequence from token 0, for each of vLLM's KV cache groups.
     """
 
     transfer_id: str
@@ -103,6 +104,7 @@ class ExportChunk:
     total: int
     blocks: list[list[int]]
     codec: Codec = Codec.RAW
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,16 +592,18 @@ class PolyphaseConnectorWorker:
         next work comes after their gather.
         """
         for chunk in step.exports:
-            self._stage(chunk)
+            self.stage(chunk)
 
-    def _stage(self, chunk: ExportChunk) -> None:
+    def stage(self, chunk: ExportChunk) -> None:
+        """Begin to copy KV into staging that lies in blocks by now, or will after the work that the model was given."""
         blocks = [torch.tensor(group) for group in chunk.blocks]
         pieces = []
         for index, component in enumerate(self._rank.components):
             start, end = component.shape.kept(chunk.start, chunk.end, chunk.total)
             if start < end and component.caches:
                 pieces.append(self._piece(index, component, blocks, (start, end), chunk.codec))
-        self._rank.endpoint.stage(chunk.transfer_id, (chunk.start, chunk.end), chunk.total, pieces)
+        tokens = chunk.start, chunk.end
+        self._rank.endpoint.stage(chunk.transfer_id, tokens, chunk.total, pieces, chunk.first)
 
     def _piece(
         self, index: int, component: _Component, blocks: list[torch.Tensor], tokens: tuple[int, int], codec: Codec
@@ -646,6 +650,18 @@ class PolyphaseConnectorWorker:
         if self._registered is not None:
             self._registered.endpoint.stop()
             self._registered = None
+
+
+def stage_on_rank(_: Any, chunk: ExportChunk) -> None:
+    """`PolyphaseConnectorWorker.stage`, as a function that vLLM's executor runs in each rank."""
+    get_kv_transfer_group().worker.stage(chunk)
+
+
+def drop_on_rank(_: Any, transfer_id: str) -> None:
+    """Drop what is staged for a transfer, in each rank."""
+    endpoint = get_kv_transfer_group().worker.endpoint
+    if endpoint is not None:
+        endpoint.release(transfer_id)
 
 
 class _NoLayers:

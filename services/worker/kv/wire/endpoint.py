@@ -190,17 +190,19 @@ class KvEndpoint:
     def staged_bytes(self) -> int:
         return self.pool.staged_bytes
 
-    def stage(self, transfer_id: str, tokens: tuple[int, int], total: int, pieces: Sequence[Piece]) -> None:
-        """Stage tokens [start, end) of a transfer of `total` tokens: of each component the piece that
+    def stage(
+        self, transfer_id: str, tokens: tuple[int, int], total: int, pieces: Sequence[Piece], first: int = 0
+    ) -> None:
+        """Stage tokens [start, end) of a transfer of tokens [first, total): of each component the piece that
         `RankShape.kept` names.
 
         Without room the transfer fails, which an event reports; this neither waits nor raises for it. Pieces may only
         issue their copies, and KV can be pulled once they are done: see `device.Copies`.
         """
         size = sum(map(self._size_of, pieces))
-        whole, last = held_bytes(self._shapes, total), tokens[1] == total
+        whole, last = held_bytes(self._shapes, total, first), tokens[1] == total
         try:
-            self.pool.admit(transfer_id, size, whole)
+            self.pool.admit(transfer_id, size, whole, first)
         except KvError as error:
             if error.fault is KvFault.REFUSED and error.message:  # the first refusal, not an echo of it
                 self._events.send(rank_messages.StagingFailed(transfer_id, self._rank, str(error)))
@@ -243,7 +245,7 @@ class KvEndpoint:
             case rank_messages.Prefetch(handle, tokens, keep_s):
                 if handle.fingerprint != self.settings.fingerprint:
                     raise KvError(KvFault.FINGERPRINT)
-                if not handle.endpoints or not 0 < tokens <= handle.tokens or not 0 < keep_s < MAX_LIFE_S:
+                if not handle.endpoints or not handle.start < tokens <= handle.tokens or not 0 < keep_s < MAX_LIFE_S:
                     raise KvError(KvFault.INVALID)
                 self.puller.post(lambda imports: imports.prefetch(handle, tokens, keep_s))
             case rank_messages.Accepted(transfer_id):

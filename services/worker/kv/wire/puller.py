@@ -191,7 +191,7 @@ class Imports:
     def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
         if handle.transfer_id not in self._imports and self._has_inbox_room(self._limits.window_bytes):
             self._stats.prefetches += 1
-            self._begin(handle, (0, tokens), timeout_s, None)
+            self._begin(handle, (handle.start, tokens), timeout_s, None)
 
     def accept(self, transfer_id: str) -> None:
         """The decode of a prefetch was accepted here: the exporters may free it once all of it is in the inbox."""

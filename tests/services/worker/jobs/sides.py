@@ -7,6 +7,7 @@ from typing import Any, cast
 from services.worker.engines.base import EngineInfo, EnginePolicies, EngineRequest, EngineStats, Sink
 from services.worker.jobs.adapters import Adapters
 from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.exports import ExportService
 from services.worker.jobs.prefill import Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import ExpectedImport, KvPort
@@ -200,12 +201,17 @@ class Side:
         self.dispatcher = FixedDispatcher()
         dispatcher = cast(Dispatcher, self.dispatcher)
         codecs = Codecs(lambda: make_info("p0", "tcp://a:1"), dispatcher, lossy)
-        self.prefills = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
         self.transfers: list[TransferReport] = []
         told = self.transfers.append
+        self.prefills = PrefillService(
+            self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size, lambda _, report: told(report)
+        )
         self.info = make_info("d0", "tcp://a:1", block_size=1, total_blocks=64)
         self.decodes = DecodeService(
             self.engine, self.port, self.roles, lambda _, report: told(report), lambda: self.info
+        )
+        self.exports = ExportService(
+            self.engine, self.port, self.roles, self.decodes, lambda _, report: told(report), self.info, 1
         )
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
@@ -232,7 +238,7 @@ class Side:
     def handlers(self) -> Handlers:
         """Those of the RPC."""
         adapters = Adapters(LoraSection(), cast(Any, self.engine), {})
-        return handlers(self.prefills, self.decodes, self.roles, self.port, adapters)
+        return handlers(self.prefills, self.decodes, self.exports, self.roles, self.port, adapters)
 
     async def predicted(self, said: Predicted) -> None:
         await self.handlers[PREDICTED](said, cast(ServerCall, self.call))

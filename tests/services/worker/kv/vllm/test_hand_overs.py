@@ -238,6 +238,52 @@ async def test_corruption_is_recomputed(pair: Pair) -> None:
     await emptied(pair.source)
 
 
+@each("p d", "d one", "two one", "front back", "nixl one")
+async def test_a_cached_prefix_is_exported(pair: Pair) -> None:
+    """Whole blocks of what was computed for an earlier request, the tokens of its answer among them."""
+    text, (source, target) = pair.prompts[-1], (pair.source, pair.target)
+    answer = await source.generate(text, NEW_TOKENS)
+    free = (await source.ask("levels"))["free"]
+    longer = [*text, *answer, 5, 6, 7]
+    reference = await source.generate(longer, NEW_TOKENS)
+    handle = await source.export(longer[:900])
+    assert 900 - 128 < handle.tokens <= 900
+    assert await target.generate(longer, NEW_TOKENS, importing(handle)) == reference
+    assert await pair.pulled(1)
+    assert {event.tokens for event in target.events if isinstance(event, PullEnded)} == {handle.tokens}
+    await emptied(source)
+    assert (await source.ask("levels"))["free"] == free
+    unknown = await source.export([*reversed(text)])
+    assert unknown.tokens == 0
+    other = await source.export(longer, salt="other")
+    assert other.tokens == 0
+
+
+@each("p d", "d one", "two one", "front back", "nixl one")
+async def test_a_request_is_exported_while_it_runs_and_when_it_leaves(pair: Pair) -> None:
+    text, (source, target) = pair.prompts[-1], (pair.source, pair.target)
+    reference = await source.generate(text, 64)
+    await source.ask("reset")
+    running = asyncio.create_task(source.generate(text, 64, request_id="moved"))
+    handle = await source.export_running("moved", at=8, until=24)
+    assert 1000 <= handle.tokens <= 1016
+    await target.generate([*text, *reference][: handle.tokens + 1], 1, importing(handle))
+    cached = handle.tokens - handle.tokens % 128  # whole blocks of each engine
+    output, rest = await source.leave("moved", at=24, start=cached)
+    assert output == reference[: len(output)]
+    assert 24 <= len(output) < 40  # steps under way are executed
+    assert rest.tokens == 1000 + len(output) - 1
+    left = 64 - len(output)
+    assert await target.generate([*text, *output], left, importing(rest)) == reference[len(output) :]
+    assert await pair.pulled(2)
+    assert max(event.tokens for event in target.events[-pair.ranks :] if isinstance(event, PullEnded)) <= 40 + 128
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await emptied(source)
+    levels = await source.ask("levels")
+    assert (levels["requests"], levels["free"]) == (0, levels["blocks"])
+
+
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])
 @each("p d")
 async def test_lossy_kv_stays_away_from_exact_requests(pair: Pair, codec: Codec) -> None:

@@ -1,0 +1,64 @@
+"""Which decodes an instance wants to have elsewhere: before its KV memory is full, and where its steps are too slow.
+
+Source: ours. Llumnix migrates to the same ends; it chooses pairs of instances, of which the scheduler here chooses the
+other one for each job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.policy.decode_admission import ahead_of
+
+AHEAD_S = 3.0  # KV memory that lasts for longer is no reason: answers may end sooner than expected
+AT_ONCE = 4  # jobs that leave for memory within one look
+AGAIN_S = 5.0  # between two requests of one job to leave
+SLOW_EACH_S = 1.0  # between two jobs that leave a slow instance: the next look sees what the last one changed
+
+
+@dataclass(frozen=True, slots=True)
+class Stayer:
+    """A decode that could migrate. held: its tokens of KV; left: those that its answer is expected to add. asked_s:
+    when it was last asked to leave, by the caller's clock; tpot_s: its target.
+    """
+
+    request_id: str
+    held: int
+    left: int
+    weight: float
+    tpot_s: float
+    asked_s: float = float("-inf")
+
+
+def leaves_for_memory(
+    jobs: Sequence[Stayer], room_tokens: int, free_tokens: int, token_s: float, block_size: int, now: float
+) -> list[str]:
+    """The jobs that leave an instance whose KV memory will be full within `AHEAD_S` and will not hold all answers:
+    lighter classes first, then those whose answers will add most. room_tokens: of all blocks; free_tokens: of those
+    that are free; token_s: seconds of a step.
+    """
+    if not jobs or token_s <= 0.0 or free_tokens >= len(jobs) * AHEAD_S / token_s:
+        return []
+    chosen: list[str] = []
+    staying = list(jobs)
+    for job in sorted(jobs, key=lambda each: (each.weight, -each.left)):
+        if len(chosen) == AT_ONCE or len(staying) < 2 or _fits(staying, room_tokens, block_size):
+            break
+        staying.remove(job)
+        if now - job.asked_s >= AGAIN_S:
+            chosen.append(job.request_id)
+    return chosen
+
+
+def leaves_for_speed(jobs: Sequence[Stayer], token_s: float, now: float) -> str | None:
+    """The job that leaves an instance which takes `token_s` for a token, longer than the job's target: that with the
+    longest context, which makes the steps long. None where no job does, or one was asked just now.
+    """
+    if any(now - job.asked_s < SLOW_EACH_S for job in jobs):
+        return None
+    missing = [job for job in jobs if token_s > job.tpot_s and now - job.asked_s >= AGAIN_S]
+    chosen = max(missing, key=lambda job: job.held, default=None)
+    return chosen.request_id if chosen is not None else None
+
+
+def _fits(jobs: Sequence[Stayer], room_tokens: int, block_size: int) -> bool:
+    return max(ahead_of(((job.held, job.left) for job in jobs), block_size, 1.0), default=0) <= room_tokens
