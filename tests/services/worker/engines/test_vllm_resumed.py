@@ -55,3 +55,10 @@ def test_known_tokens_are_computed_in_one_step(begun: Found) -> None:
     """The first new token comes from that step; without the state each known token takes a step."""
     later = TOKENS - AFTER[-1] - 1
     assert begun["decodes"] == [later, later, TOKENS - 1]
+
+
+def test_an_answer_that_leaves_again_and_again_is_the_same(begun: Found) -> None:
+    """At whichever moments it does."""
+    for kind, answer in begun["hopping"].items():
+        whole = begun["source"][kind]["whole"]
+        assert answer == [whole["tokens"], whole["end"]], kind
