@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.experiment import Row
 from benchmarks.goodput import goodput
 from benchmarks.policies import COARSE, LASTS_S, MIN_REQUESTS, RESOLUTION, SHORT_S, Runs
 from benchmarks.prefix import TRACES, oracle_tokens, traces
@@ -52,6 +53,7 @@ LEAST_LOAD = {  # by cluster
     "chats": "least_load+split=full+power_of_two",
     "prefix": "least_load+split=none+power_of_two",
 }
+TABLE = "chats, simulated"
 SHOWN = {"ttft_mean_s": 3, "ttft_p50_s": 3, "ttft_p99_s": 2, "tpot_mean_s": 4, "attainment": 4}  # and their digits
 
 
@@ -95,24 +97,29 @@ def compared_chats(case: Chats) -> Result:
         f"{head}_unlimited_saved_share": round(unlimited / total, 4),
     }
     aims: dict[str, Aim] = {}
+    rows: list[Row] = []
     for share in SHARES:
         at, timed = f"{head}_at_{round(100 * share)}_percent", work.at_rate(share * capacity)
-        figures[f"{at}_per_s"] = round(share * capacity, 3)
         seen = {name: case.run(words, timed) for name, words in (SYSTEMS | {"least_load": least}).items()}
-        means = {}
+        ttft_s, hits = {}, {}
         for name, one in seen.items():
             known, saved = summary(one, SLO), total - sum(use.prefill_tokens for use in one.instances)
-            means[name] = known["ttft_mean_s"]
-            figures |= {f"{at}_{name}_{key}": round(known[key], digits) for key, digits in SHOWN.items()}
-            figures[f"{at}_{name}_saved_share"] = round(saved / total, 4)
-            figures[f"{at}_{name}_hits_of_oracle"] = round(saved / pooled, 4)
-        figures[f"{at}_pulls"] = seen["pull"].pulls
-        figures[f"{at}_pulled_share"] = round(seen["pull"].pulled_tokens / total, 4)
-        figures[f"{at}_no_pull_ttft_over_least_load"] = round(means["no_pull"] / means["least_load"], 3)
-        aims[f"{at}_hits_of_oracle"] = at_least(HITS, figures[f"{at}_pull_hits_of_oracle"])
-        aims[f"{at}_ttft_over_least_load"] = at_most(TTFT, means["pull"] / means["least_load"])
-    progress(f"{head}: {figures}")
-    return result(figures, aims)
+            ttft_s[name], hits[name] = known["ttft_mean_s"], saved / pooled
+            row: Row = {
+                "cluster": case.cluster,
+                "trace": case.name,
+                "per_s": round(share * capacity, 3),
+                "system": name,
+            }
+            row |= {key: round(known[key], digits) for key, digits in SHOWN.items()}
+            row |= {"saved_share": round(saved / total, 4), "hits_of_oracle": round(hits[name], 4)}
+            rows.append(row | {"pulls": one.pulls, "pulled_share": round(one.pulled_tokens / total, 4)})
+        figures[f"{at}_no_pull_hits_of_oracle"] = round(hits["no_pull"], 4)
+        figures[f"{at}_no_pull_ttft_over_least_load"] = round(ttft_s["no_pull"] / ttft_s["least_load"], 3)
+        aims[f"{at}_hits_of_oracle"] = at_least(HITS, hits["pull"], 4)
+        aims[f"{at}_ttft_over_least_load"] = at_most(TTFT, ttft_s["pull"] / ttft_s["least_load"])
+        progress(f"{at}: hits {hits}, TTFT {ttft_s}")
+    return result(figures, aims) | {"tables": {TABLE: rows}}
 
 
 def pooled_tokens(cluster: str, work: Workload, *, unlimited: bool = False) -> int:
