@@ -19,7 +19,7 @@ from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
-from shared.sim.workload import CHATS, Workload, conversations
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations
 from tools.simulate.deployment import Deployment, load_deployment
 from tools.simulate.workloads import WorkloadOptions, at_rate, make_workload
 
@@ -62,7 +62,7 @@ class Scenario:
 
     def workload(self, rate: float, requests: int) -> Workload:
         if self.kind == CHATS:
-            return _chats(requests, self.seed).at_rate(rate)
+            return conversations(requests, self.seed, rate / TURNS_A_CHAT).at_rate(rate)
         options = WorkloadOptions(KINDS[self.kind], requests=requests, seed=self.seed, arrivals="poisson")
         return at_rate(_requests(self.kind, requests, self.seed), options, rate)
 
@@ -75,11 +75,6 @@ def all_scenarios(seed: int = SEED) -> Iterator[Scenario]:
 def chat_scenarios(seed: int = SEED) -> Iterator[Scenario]:
     """Every cluster with chats whose turns repeat all that was said before; its instances have prefix caches."""
     return (Scenario(cluster, CHATS, seed) for cluster in CLUSTERS)
-
-
-@cache
-def _chats(requests: int, seed: int) -> Workload:
-    return conversations(requests, seed)
 
 
 @cache
