@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from benchmarks.cluster_files import emulated
 from benchmarks.suite import BARE, CPU_ENGINE, SPLIT, started
 from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
@@ -128,6 +129,74 @@ async def moved_streams(
             _compare(still, moved, found)
         await _count(suite, moving, found)
     return found
+
+
+# Drains and flips, with emulated instances.
+
+LONG_STREAMS, LONG_PROMPT, LONG_TOKENS = 64, 2000, 20_000
+LINK_GBPS, CONTEXT = 100.0, 32_768
+EMULATED = emulated(
+    "drain",
+    [{"id": "prefill-0", "role": "prefill"}, {"id": "decode", "role": "decode", "count": 3}],
+    {"emulated_step_s": 0.02, "emulated_link_gbps": LINK_GBPS, "max_seqs": 256, "kv_cache_bytes": 64 << 30}
+    | {"max_model_len": CONTEXT},
+    gateway={"max_queued_jobs": 4096, "job_timeout_s": 3600.0},
+    policies=SPLIT,
+    max_model_len=CONTEXT,
+)
+
+
+@dataclass
+class Drained:
+    """drain_s: of the instance; bytes_s: that its KV takes on its link. gaps_s: over all streams and flips."""
+
+    streams: int
+    drain_s: float
+    bytes_s: float
+    gaps_s: list[float]
+    flips: int = 0
+
+
+async def drained(folder: Path, *, streams: int = LONG_STREAMS, flips: int = 0) -> Drained:
+    """Drain an emulated instance that decodes so many long streams, then flip decode instances to and fro."""
+    async with (
+        started(EMULATED, folder) as suite,
+        httpx.AsyncClient(base_url=suite.plan.api_url, timeout=None) as client,
+    ):
+        running = [Stream("", f"long-{uuid.uuid4().hex}") for _ in range(streams)]
+        tasks = [asyncio.create_task(_endless(client, each, at)) for at, each in enumerate(running)]
+        async with suite.suite.monitor() as monitor:
+            for name in ("decode-1", "decode-2"):  # all streams come to one instance
+                await monitor.drain(name, timeout_s=5.0)
+            while not all(each.tokens for each in running):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            for name in ("decode-1", "decode-2"):
+                await monitor.resume(name)
+            await asyncio.sleep(1.0)  # for a load of the streams
+            held = sum(LONG_PROMPT + len(each.tokens) for each in running)
+            began_s = time.monotonic()
+            await monitor.drain("decode-0", timeout_s=60.0)
+            drain_s = time.monotonic() - began_s
+            rows = await suite.suite.instances()
+            kv_bytes = held * rows["decode-0"].info.kv_bytes_per_token
+            await monitor.resume("decode-0")
+            for number in range(flips):
+                name = f"decode-{number // 2 % 3}"
+                await monitor.flip(name)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    gaps = [gap for each in running for gap in each.gaps_s]
+    return Drained(streams, drain_s, kv_bytes * 8 / (LINK_GBPS * 1e9), gaps, flips)
+
+
+async def _endless(client: httpx.AsyncClient, stream: Stream, number: int) -> None:
+    prompt = [5 + (number + at) % 1000 for at in range(LONG_PROMPT)]
+    body = {"model": "demo", "prompt": prompt, "max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as response:
+        async for line in response.aiter_lines():
+            if (event := line.removeprefix("data: ")).startswith("{"):
+                _receive(stream, json.loads(event))
 
 
 def figures_of(found: Found) -> dict[str, float]:
