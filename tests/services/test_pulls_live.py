@@ -31,8 +31,7 @@ async def first_turn(suite: LiveSuite, gateway: Pipeline) -> None:
     assert tokens_of(steps) == ANSWERED
     next_turn, _ = make_job(SECOND, 8)
     await until(
-        lambda: placer.decider.prefixes.held_tokens("d0", next_turn.prefix) >= HELD,
-        "the scheduler knows what d0 holds",
+        lambda: placer.decider.prefixes.held_tokens("d0", next_turn.prefix) >= HELD, "the scheduler knows what d0 holds"
     )
 
 
