@@ -19,7 +19,7 @@ MODULES = (
     "benchmarks.policies", "benchmarks.roles", "benchmarks.overload", "benchmarks.cost", "benchmarks.mixed",
     "benchmarks.prefix", "benchmarks.learning", "benchmarks.engine", "benchmarks.live", "benchmarks.traces",
     "benchmarks.sim", "benchmarks.plan", "benchmarks.predictor", "benchmarks.papers", "benchmarks.models",
-    "benchmarks.chaos.run",
+    "benchmarks.mobility", "benchmarks.chaos.run",
 )  # fmt: skip
 BENCHES = {module.removesuffix(".run").rpartition(".")[2]: module for module in MODULES}  # by name
 BENCHES["troubles"] = "benchmarks.chaos.run"
@@ -152,6 +152,22 @@ def bench_prefix(
 ) -> None:
     """Prefix cache hits of adaptive compared with least_load and an oracle: simulated traces, live chats (root)."""
     _measure("prefix", as_json, data, rounds, simulated=simulated or not live, on_engines=live or not simulated)
+
+
+@bench_app.command("mobility")
+def bench_mobility(
+    data: DataFolder = DATA,
+    section: Annotated[
+        list[str] | None, typer.Option("--sections", help="A section by name (chats, goodput); may be repeated.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Keep each run of goodput in this file, and continue from its runs.")
+    ] = None,
+    processes: Processes = 2,
+    as_json: Json = False,
+) -> None:
+    """KV from any instance to any other: prefix pulls in simulated chats, and goodput with and without them."""
+    _measure("mobility", as_json, data, section or (), processes=processes, results=results)
 
 
 @bench_app.command("plan")

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from random import Random
@@ -154,15 +154,18 @@ class Engine:
         request_id: str | None = None,
         adapter: tuple[str, int, str] | None = None,
         media: Generation | None = None,
+        known: Sequence[int] = (),
     ) -> list[int]:
-        """adapter: name, number and folder of a LoRA adapter. media: has the prompt's media items."""
+        """adapter: name, number and folder of a LoRA adapter. media: has the prompt's media items. known: tokens of the
+        answer that another engine has generated, which `max_tokens` counts, and after which this one goes on.
+        """
         self._count += 1
         request_id = request_id or f"{self.name}-{self._count}"
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._done[request_id] = future
         items = base64.b64encode(msgspec.msgpack.encode(media)).decode() if media is not None else ""
         what = {"prompt": prompt, "max_tokens": max_tokens, "kv": kv, "salt": salt, "adapter": adapter, "media": items}
-        await self._send(op="generate", id=request_id, **what)
+        await self._send(op="generate", id=request_id, known=list(known), **what)
         async with asyncio.timeout(self._answer_s):
             while not (await asyncio.wait({future}, timeout=0.5))[0]:
                 self._check_alive()
@@ -313,6 +316,16 @@ async def handed_over(
         cache_salt = lossy_salt(transfer_id) if codec.lossy and salt else None
         output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt, media=media))
     return output.result()
+
+
+async def resumed(source: Engine, target: Engine, prompt: list[int], known: list[int]) -> list[int]:
+    """The rest of an answer of `NEW_TOKENS` tokens that begins with the known ones, from `target`, which gets the KV of
+    the prompt and of all of these but the last one from `source`.
+    """
+    transfer_id, begun = uuid.uuid4().hex, [*prompt, *known[:-1]]
+    await source.generate(begun, 1, exporting(transfer_id))
+    handle = source.handle(transfer_id, len(begun))
+    return await target.generate(prompt, NEW_TOKENS, importing(handle), known=known)
 
 
 async def emptied(engine: Engine) -> None:

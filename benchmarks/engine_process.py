@@ -44,7 +44,13 @@ from vllm.v1.request import Request
 from services.worker.engines.base import CacheExport, Left
 from services.worker.engines.vllm import MediaFeatures
 from services.worker.engines.vllm_exports import NEVER, CacheExports
-from services.worker.engines.vllm_patches import make_stage_buffers, overlap_on_cpu
+from services.worker.engines.vllm_patches import (
+    RESUMED,
+    add_resumed,
+    make_stage_buffers,
+    overlap_on_cpu,
+    resume_requests,
+)
 from services.worker.engines.vllm_start import CPU_WORKER, kept_kv, start_host_tier
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
@@ -86,11 +92,12 @@ class Driver:
         speculates = config.speculative_config is not None
         self.client = InprocClient(config, Executor.get_class(config), log_stats=speculates)
         make_stage_buffers(self.client.engine_core)
+        resume_requests(self.client.engine_core)
         self.idle_ms = 4 if config.parallel_config.world_size > 1 else 0  # as in a worker's engine
         self.scheduler = self.client.engine_core.scheduler
         self.media = MediaFeatures.of_engine(config, self.scheduler)
         self.tokens: dict[str, list[int]] = {}
-        self.exports = CacheExports(self.client.engine_core, lambda request_id: b"")
+        self.exports = CacheExports(self.client.engine_core)
         self.host = start_host_tier(self.client.engine_core, host_kv_bytes) if host_kv_bytes else None
         self.exports.tier = self.host
         self.at_tokens: dict[str, tuple[int, Callable[[], None]]] = {}  # by request, what is to be done at so many
@@ -175,26 +182,31 @@ class Driver:
         salt: str | None,
         adapter: list[Any] | None,
         media: str,
+        known: list[int],
     ) -> None:
         features = None
         if media:
             generation = msgspec.msgpack.decode(base64.b64decode(media), type=Generation)
             features = self.media.features(generation, len(prompt))
-        extra = {"kv_transfer_params": kv} if kv else None
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        self.client.add_request(
-            EngineCoreRequest(
-                request_id=id,
-                prompt_token_ids=prompt,
-                mm_features=features,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=LoRARequest(*adapter) if adapter is not None else None,
-                cache_salt=salt,
-                data_parallel_rank=None,
-            )
+        extra: dict[str, Any] = {"kv_transfer_params": kv} if kv else {}
+        if known:
+            extra[RESUMED] = {"tokens": known}
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
+        request = EngineCoreRequest(
+            request_id=id,
+            prompt_token_ids=prompt,
+            mm_features=features,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=LoRARequest(*adapter) if adapter is not None else None,
+            cache_salt=salt,
+            data_parallel_rank=None,
         )
+        if known:
+            add_resumed(self.client.engine_core, request)
+        else:
+            self.client.add_request(request)
 
     def do_export(self, transfer_id: str, start: int, prompt: list[int], salt: str | None) -> None:
         """What the prefix cache has of a prompt."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -56,19 +57,23 @@ def run_prefix_bench(
 
 
 def oracle_tokens(
-    prompts: Iterable[tuple[Sequence[int], int]], block_tokens: int, blocks: int | None = None
+    prompts: Iterable[tuple[Sequence[int], int]],
+    block_tokens: int,
+    blocks: int | None = None,
+    answers: Iterable[Sequence[int]] | None = None,
 ) -> list[int]:
     """Tokens of each prompt that such a cache would save. prompts: in order of arrival, ids of whole blocks and tokens.
+    answers: ids of the blocks that each answer fills, as far as they are known.
 
-    The cache holds every block of every prompt from the moment of its arrival, before an instance has computed it; of
-    more than `blocks` (None: any number) the least recently used are forgotten. As in an engine the longest run of
-    blocks from the start counts, and the last token is always computed.
+    The cache holds every block of every prompt and answer from the moment of its arrival, before an instance has
+    computed it; of more than `blocks` (None: any number) the least recently used are forgotten. As in an engine the
+    longest run of blocks from the start counts, and the last token is always computed.
     """
     held, found = OrderedDict[int, None](), []
-    for ids, tokens in prompts:
+    for (ids, tokens), answer in zip(prompts, repeat(()) if answers is None else answers, strict=False):
         run = next((at for at, block in enumerate(ids) if block not in held), len(ids))
         found.append(max(0, min(run * block_tokens, tokens - 1)))
-        for block in ids:
+        for block in (*ids, *answer):
             held[block] = None
             held.move_to_end(block)
         while blocks is not None and len(held) > blocks:
@@ -143,7 +148,7 @@ def oracles(work: Workload) -> list[int]:
     assert work.prefixes is not None  # these traces name them
     prompts = list(zip(work.prefixes, work.prompt_tokens.tolist(), strict=True))
     blocks = sum(node.kv_tokens for node in instances("prefix")) // work.prefix_block_tokens
-    return [sum(oracle_tokens(prompts, work.prefix_block_tokens, bound)) for bound in (None, blocks)]
+    return [sum(oracle_tokens(prompts, work.prefix_block_tokens, bound, work.answers)) for bound in (None, blocks)]
 
 
 def run(system: str, work: Workload) -> SimResult:

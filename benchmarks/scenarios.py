@@ -19,7 +19,7 @@ from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
-from shared.sim.workload import Workload
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations
 from tools.simulate.deployment import Deployment, load_deployment
 from tools.simulate.workloads import WorkloadOptions, at_rate, make_workload
 
@@ -36,7 +36,7 @@ LEARNED_STEPS, NOISE, START_OFF = 400, 0.05, 1.5
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A cluster and a kind of requests; `seed` draws the requests."""
+    """A cluster and a kind of requests, a key of KINDS or `CHATS`; `seed` draws the requests."""
 
     cluster: str
     kind: str
@@ -55,9 +55,14 @@ class Scenario:
 
     def result(self, policy: str, rate: float, requests: int, head: int | None = None) -> SimResult:
         run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
-        return simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
+        specs = instances(self.cluster)
+        if self.kind == CHATS:
+            specs = tuple(replace(spec, limits=replace(spec.limits, prefix_cache=True)) for spec in specs)
+        return simulate(workload if head is None else workload.head(head), specs, run)
 
     def workload(self, rate: float, requests: int) -> Workload:
+        if self.kind == CHATS:
+            return conversations(requests, self.seed, rate / TURNS_A_CHAT).at_rate(rate)
         options = WorkloadOptions(KINDS[self.kind], requests=requests, seed=self.seed, arrivals="poisson")
         return at_rate(_requests(self.kind, requests, self.seed), options, rate)
 
@@ -65,6 +70,11 @@ class Scenario:
 def all_scenarios(seed: int = SEED) -> Iterator[Scenario]:
     """Every cluster with every kind of requests."""
     return (Scenario(cluster, kind, seed) for cluster in CLUSTERS for kind in KINDS)
+
+
+def chat_scenarios(seed: int = SEED) -> Iterator[Scenario]:
+    """Every cluster with chats whose turns repeat all that was said before; its instances have prefix caches."""
+    return (Scenario(cluster, CHATS, seed) for cluster in CLUSTERS)
 
 
 @cache

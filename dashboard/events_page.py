@@ -1,4 +1,4 @@
-"""The Events page: the cluster's event log, the audit of flips, drains and resumes, and the state of one operation."""
+"""The Events page: the cluster's event log, the audit of operations, and the state of one operation."""
 
 import time
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def _live(console: Console) -> None:
         st.text_input("Instance", value=instance_id, key=_key("instance"), width=220)
         layout.choice("Within", list(WITHIN), "24 h", _key("within"), labelled=True)
     event_table(read, console, now_s, "events")
-    st.subheader("Flips, drains and resumes", anchor=False)
+    st.subheader("Flips, drains, resumes and moves", anchor=False)
     _audit(operations, console, now_s)
 
 
@@ -124,12 +124,15 @@ def _chosen_operation(console: Console, now_s: float) -> None:
         return
     st.html(markup.page(_operation(read.value, now_s), stale=read.stale))
     with st.container(horizontal=True):
-        console.instance_links([read.value.instance_id])
+        if read.value.job_id:
+            console.link("requests", read.value.job_id, icon=":material/search:", request=read.value.job_id)
+        if read.value.instance_id:
+            console.instance_links([read.value.instance_id])
 
 
 def _operation(operation: Operation, now_s: float) -> str:
     colour = _COLOUR.get(operation.result, markup.CAUTION)
-    what = f"{markup.strong(_what(operation))} of {markup.strong(operation.instance_id)}"
+    what = f"{markup.strong(_what(operation))} of {markup.strong(operation.subject)}"
     pairs = [
         ("operation", operation.operation_id),
         ("by", operation.who),
@@ -148,7 +151,7 @@ def _audit(read: Read[list[Operation]], console: Console, now_s: float) -> None:
     if read.value is None:
         st.html(markup.empty(NO_MONITOR))
     elif not read.value:
-        st.html(markup.empty("No flips, drains or resumes yet."))
+        st.html(markup.empty("No flips, drains, resumes or moves yet."))
     else:
         with layout.stale_container("audit-box", read):
             layout.row_table(
@@ -167,6 +170,7 @@ def operation_frame(operations: Sequence[Operation], now_s: float, zone: str) ->
                 "time": units.moment(each.started_s, now_s, zone),
                 "action": _what(each),
                 "instance": each.instance_id,
+                "request": each.job_id,
                 "by": each.who,
                 "result": f"{_SIGN.get(each.result, '✕')} {each.result}",
                 "reason": each.why or each.error,
@@ -183,6 +187,8 @@ def operation_frame(operations: Sequence[Operation], now_s: float, zone: str) ->
 def _what(operation: Operation) -> str:
     if operation.kind is OperationKind.FLIP:
         return f"flip {operation.from_role} → {operation.to_role}"
+    if operation.kind is OperationKind.MOVE:
+        return f"move to {operation.to_instance or 'another instance'}"
     return operation.kind.value
 
 

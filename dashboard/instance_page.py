@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 import streamlit as st
@@ -27,12 +27,13 @@ from shared.wire.api import Operation, OperationKind
 from shared.wire.api.monitor import InstanceColumns, InstanceHistory, InstanceRow
 from shared.wire.api.worker import MonitoredDetails, Step, Steps
 
+InstanceOperation = Literal[OperationKind.FLIP, OperationKind.DRAIN, OperationKind.RESUME]
 SLOW_S = 5.0  # refresh period of details, events and log, at least
 AS_EXPECTED = (0.8, 1.25)  # measured over expected step time
 
 
 def instance_action(
-    kind: OperationKind, row: InstanceRow, rows: Sequence[InstanceRow], drain_timeout_s: float
+    kind: InstanceOperation, row: InstanceRow, rows: Sequence[InstanceRow], drain_timeout_s: float
 ) -> Action:
     """A flip, drain or resume of `row`, one of `rows`, with all data-parallel ranks of its instance."""
     instance_id, role, other = row.info.whole, row.role.value, row.role.other.value
@@ -109,6 +110,10 @@ def operation_success(operation: Operation) -> str:
             return f"{operation.instance_id} is drained and accepts no new work. {drain}."
         case OperationKind.RESUME:
             return f"{operation.instance_id} accepts {operation.to_role} work again."
+        case OperationKind.MOVE:
+            to = operation.to_instance or "another instance"
+            shown = "its explanation shows whether its gateway has moved it"
+            return f"{operation.instance_id} lets {operation.job_id} move to {to}; {shown}."
 
 
 def card(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, stale: bool) -> None:
@@ -213,7 +218,11 @@ def _buttons(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, st
     if not console.account.may_operate:
         return
     draining = row.state is InstanceState.DRAINING
-    kinds = ((OperationKind.DRAIN, not draining), (OperationKind.RESUME, draining), (OperationKind.FLIP, True))
+    kinds: tuple[tuple[InstanceOperation, bool], ...] = (
+        (OperationKind.DRAIN, not draining),
+        (OperationKind.RESUME, draining),
+        (OperationKind.FLIP, True),
+    )
     for kind, allowed in kinds:
         st.button(
             f"Flip to {row.role.other.value}" if kind is OperationKind.FLIP else kind.capitalize(),

@@ -1,5 +1,5 @@
-"""The Requests page: a search over requests; `?request=ID` shows one with its explanation, waterfall and figures.
-The Try it page reuses the view of one request.
+"""The Requests page: a search over requests; `?request=ID` shows one with its explanation, waterfall and figures, and
+moves it while it decodes. The Try it page reuses the view of one request.
 """
 
 import time
@@ -11,15 +11,20 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import charts, layout, markup, units
-from dashboard.answers import REQUEST, REQUEST_SEARCH, TIMELINE
+from dashboard.actions import Action, Call, confirm_pending, is_busy, request_action, show_results
+from dashboard.answers import INSTANCES, REQUEST, REQUEST_SEARCH, TIMELINE
 from dashboard.api import Read
 from dashboard.console import REQUEST_ID, Console, address_parameter
+from dashboard.instance_page import operation_success
+from shared.domain.instance import InstanceState, Role
 from shared.domain.job import Phase
 from shared.explain import Sentence, explain
 from shared.timeline import RequestTimeline, Span, SpanRecord
+from shared.wire.api import Operation
 from shared.wire.api.scheduler import RequestPage, RequestRow
 
 ANY = "any"
+ANYWHERE = "another instance"
 ORDERS = {
     "slowest_ttft": "slowest TTFT",
     "slowest_tpot": "slowest TPOT",
@@ -160,6 +165,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 def _request(console: Console, job_id: str) -> None:
     """The page of one request, which refreshes until the request has ended."""
+    confirm_pending(console)
     read = console.api.read(TIMELINE, job_id).result()
     ended = read.value is not None and bool(read.value.ended_s)
     st.fragment(_live, run_every=None if ended else console.settings.refresh_s)(console, job_id, ended)
@@ -174,11 +180,53 @@ def _live(console: Console, job_id: str, ended: bool) -> None:
     reads: list[Read[Any]] = [read for read in (row, timeline) if read.value is not None or unknown]
     layout.header(console, "Requests", reads, every_s=layout.FINAL if ended else 0.0)
     console.link("requests", "All requests", icon=":material/arrow_back:")
+    show_results(console, time.time())
+    if not ended and row.value is not None and console.account.may_operate:
+        _move(console, row)
     if timeline.value is None:
         st.html(markup.page(f"<h2>{markup.text(job_id)}</h2>", _status(row.value), _row_facts(row.value)))
         st.html(markup.empty(timeline.error))
         return
     show_request(timeline.value, row.value, console, "waterfall")
+
+
+def _move(console: Console, read: Read[RequestRow]) -> None:
+    """The button that moves the request while it decodes, and where to."""
+    row, instances = read.value, console.api.read(INSTANCES).result()
+    if row is None or row.phase is not Phase.DECODE:
+        return
+    ready = [
+        each.instance_id
+        for each in instances.value or ()
+        if each.role is Role.DECODE and each.state is InstanceState.READY and each.instance_id != row.decode_instance
+    ]
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        to = st.selectbox("Move to", [ANYWHERE, *ready], key=f"move-to-{row.job_id}", width=220)
+        st.button(
+            "Move",
+            key=f"move-{row.job_id}",
+            disabled=read.stale or instances.stale or not ready or is_busy(row.job_id),
+            on_click=request_action,
+            args=(move_action(row.job_id, "" if to == ANYWHERE else to),),
+        )
+
+
+def move_action(job_id: str, to: str) -> Action:
+    """to: an instance; empty: placement chooses one."""
+
+    async def call(call: Call) -> Operation:
+        return await call.api.monitor.move(job_id, to=to, who=call.who, operation_id=call.operation_id)
+
+    return Action(
+        name=f"Move of {job_id}",
+        question=f"Move {job_id} to {to or 'another decode instance'}?",
+        consequences="Its gateway copies its KV while the answer goes on, and then switches over. Without room at the "
+        "other instance the request stays where it is.",
+        call=call,
+        success=operation_success,
+        target=job_id,
+        operation=True,
+    )
 
 
 def show_request(timeline: RequestTimeline, row: RequestRow | None, console: Console, key: str) -> None:

@@ -428,7 +428,7 @@ class Pipeline:
             job.decided("pull", "", (Reason(error.message, {"code": error.code}),))
             return None
         if reply.handle is None:
-            job.decided("pull", "", (Reason(f"{pull.holder.instance_id} no longer holds it"),))
+            job.decided("pull", "", (Reason("the holder has dropped it", {"holder": pull.holder.instance_id}),))
         return reply.handle
 
     def _pulled(self, job: Job, handle: KvHandle, report: TransferReport) -> None:

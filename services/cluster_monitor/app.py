@@ -35,9 +35,11 @@ from shared.runtime.tasks import background
 from shared.store.database import open_engine
 from shared.store.lease import LeaseStore
 from shared.store.migrate import migrated
+from shared.store.reading import read_request
 from shared.store.retention import Limit, Retention
 from shared.store.write_behind import WriteBehind
 from shared.wire.api import EventKind
+from shared.wire.api.scheduler import StoredRequest
 
 log = get_log(__name__)
 Found = TypeVar("Found")
@@ -136,7 +138,9 @@ async def _act(
     metrics.register(ClusterCollector(registry, beats, broadcaster, slo, wires.subscriber))
 
     operation_log = OperationLog(store, metrics, events.operated)
-    operations = Operations(settings, registry, operation_log, term)
+    operations = Operations(
+        settings, registry, operation_log, term, lambda job_id: read_request(engine, StoredRequest, job_id)
+    )
     controller = RoleController(
         broadcaster.view, demand.demand, operations, operation_log, settings.role_flip_respects_s
     )

@@ -161,6 +161,20 @@ class FlipIn(OperationIn):
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
 
+class MoveIn(_Strict):
+    """Body of a move. A repeated `operation_id` means the same operation. `deadline_s`: unix seconds. `to`: an instance
+    that is ready to decode; without it, any.
+    """
+
+    operation_id: Name | None = None
+    deadline_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    to: Name | None = None
+
+    def to_request(self, job_id: str, who: str) -> OperationRequest:
+        fields = self.model_dump(exclude_none=True, exclude={"to"})
+        return OperationRequest(OperationKind.MOVE, "", who, job_id=job_id, to_instance=self.to or "", **fields)
+
+
 class PolicyIn(BaseModel):
     """PolicySpec."""
 

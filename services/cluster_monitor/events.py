@@ -136,7 +136,9 @@ class Events:
 
     def operated(self, operation: Operation) -> None:
         """For `OperationLog`: an operation has ended."""
-        role, text = operation.from_role, f"{operation.kind} by {operation.who}: {operation.error}"
+        role = operation.from_role
+        what = f"{operation.kind} of {operation.job_id}" if operation.job_id else operation.kind
+        text = f"{what} by {operation.who}: {operation.error}"
         match operation.result:
             case OperationResult.REFUSED | OperationResult.EXPIRED:
                 kind = EventKind.OPERATION_REFUSED
@@ -149,7 +151,7 @@ class Events:
             case _:
                 return
         subject = {"operation_id": operation.operation_id, "origin": operation.origin.value}
-        self.note(kind, text, operation.instance_id, role, **subject)
+        self.note(kind, text, operation.instance_id, role, job_id=operation.job_id, **subject)
 
     def _has(self, kind: EventKind, event_id: str) -> bool:
         return any(event.event_id == event_id for event in self._rings[kind])

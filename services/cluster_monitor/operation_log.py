@@ -1,4 +1,4 @@
-"""The log of flips, drains and resumes: the newest in memory, all of them in the database, with their metrics."""
+"""The log of flips, drains, resumes and moves: the newest in memory, all in the database, with their metrics."""
 
 import time
 from collections import OrderedDict
@@ -32,7 +32,7 @@ class OperationLog:
         self._on_end = on_end
         self._operations: OrderedDict[str, Operation] = OrderedDict()  # by operation id, newest last
         self._ended = Counter(
-            "polyphase_operations", "Flips, drains and resumes by result", ["kind", "result"], registry=metrics
+            "polyphase_operations", "Flips, drains, resumes and moves by result", ["kind", "result"], registry=metrics
         )
         for kind in OperationKind:
             for result in OperationResult:

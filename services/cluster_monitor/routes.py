@@ -8,7 +8,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from services.cluster_monitor import history
 from services.cluster_monitor.edge import (
@@ -18,6 +18,7 @@ from services.cluster_monitor.edge import (
     FollowIn,
     LeaveIn,
     LoadIn,
+    MoveIn,
     NewsIn,
     OperationIn,
     PolicyIn,
@@ -134,6 +135,16 @@ async def flip(monitor: Monitor, instance_id: str, who: Who, body: FlipIn | None
     return json_response(await monitor.controller.run(request))
 
 
+@router.post("/requests/{job_id}/move")
+async def move(
+    monitor: Monitor, job_id: Annotated[str, Path(max_length=256)], who: Who, body: MoveIn | None = None
+) -> Response:
+    """Let a request that decodes go on at another instance; answers when the instance on which it decodes has told its
+    gateway, which then moves it.
+    """
+    return json_response(await monitor.operations.run((body or MoveIn()).to_request(job_id, who)))
+
+
 @router.get("/operations/{operation_id}")
 async def operation(monitor: Monitor, operation_id: str) -> Response:
     """How an operation stands: running, succeeded, failed, refused, expired, or unknown after the monitor's own end."""
@@ -142,7 +153,7 @@ async def operation(monitor: Monitor, operation_id: str) -> Response:
 
 @router.get("/flips")
 async def flips(monitor: Monitor, limit: Limit = 100) -> Response:
-    """The log of flips, drains and resumes, newest first."""
+    """The log of flips, drains, resumes and moves, newest first."""
     return json_response(monitor.operation_log.newest(limit))
 
 

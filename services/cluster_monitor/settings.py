@@ -44,7 +44,7 @@ class MonitorSettings(ServiceSettings):
     mixed_precision: bool = False  # instances whose weights are quantised otherwise than others' may register
 
     drain_timeout_s: float = Field(30.0, gt=0)  # of a flip or drain that names none
-    rpc_timeout_s: float = Field(2.0, gt=0)  # of a flip's steps other than the drain
+    rpc_timeout_s: float = Field(2.0, gt=0)  # of a flip's steps other than the drain, and of a move
     verify_timeout_s: float = Field(1.0, gt=0)  # for the heartbeat that shows the new role
 
     policies: dict[str, Any] = Field(default_factory=dict)  # the cluster file's: see `shared.policy.registry.from_file`

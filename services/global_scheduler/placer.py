@@ -57,6 +57,12 @@ class SchedulerMetrics:
             registry=registry,
         )
         self._chosen = Bound(chosen)
+        self._pulls = Counter(
+            "polyphase_scheduler_prefix_pulls", "Placements that pull a prefix from a holder", registry=registry
+        )
+        self._pulled = Counter(
+            "polyphase_scheduler_prefix_pull_tokens", "Of those, prompt tokens that are pulled", registry=registry
+        )
         self._refused = Counter(
             "polyphase_scheduler_refused",
             "Placements refused or delayed, by error code, SLO class, and what was full",
@@ -82,6 +88,9 @@ class SchedulerMetrics:
         for role, instance in ((Role.PREFILL, route.prefill), (Role.DECODE, route.decode)):
             if instance is not None:
                 self._chosen.labels(instance.instance_id, role.value).inc()
+        if route.pull is not None:
+            self._pulls.inc()
+            self._pulled.inc(route.pulled_tokens)
 
 
 class Placer:

@@ -1,4 +1,4 @@
-"""Commands that change a running suite: flip, drain, resume, forget, operation, policies, proposals."""
+"""Commands that change a running suite: flip, drain, resume, forget, move-request, operation, policies, proposals."""
 
 import asyncio
 from functools import partial
@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.launcher import cli_common, operate
-from services.launcher.cli_common import DATA_DIR, DataDir, Force, Instance, Json, Monitor
-from shared.errors import InvalidRequest
+from services.launcher import cli_common, events, operate
+from services.launcher.cli_common import DATA_DIR, DataDir, Force, Instance, Json, Monitor, Scheduler
+from shared.errors import InvalidRequest, NotFound
 
 operate_app = typer.Typer()
 OPERATE = "Operate"
@@ -63,6 +63,40 @@ def forget_command(
     _operate("forget", instance, data_dir, monitor, as_json)
 
 
+@operate_app.command("move-request", rich_help_panel=OPERATE)
+def move_request_command(
+    request: Annotated[
+        str, typer.Argument(help="The request id of the answer or of the client, or a part that no other id has.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="The decode instance at which it goes on. Default: placement chooses one.",
+            autocompletion=cli_common.complete_instances,
+        ),
+    ] = "",
+    data_dir: DataDir = DATA_DIR,
+    monitor: Monitor = "",
+    scheduler: Scheduler = "",
+    as_json: Json = False,
+) -> None:
+    """Move a request that decodes to another decode instance, with its KV; its answer goes on.
+
+    Example: polyphase move-request chatcmpl-8f2e41 --to decode-1
+
+    `polyphase explain` shows whether its gateway has moved it.
+    """
+    url = operate.monitor_url(data_dir, monitor)
+    try:
+        schedulers = events.scheduler_urls(data_dir, scheduler)
+    except NotFound:  # with --monitor there need be no suite here
+        schedulers = ()
+    answer = asyncio.run(operate.move_request(request, to, url, schedulers, operate.token(data_dir, url)))
+    show = partial(operate.show_outcome, instance=answer.instance_id, operation=answer)
+    cli_common.output(answer, show, as_json=as_json)
+
+
 @operate_app.command("operation", rich_help_panel=OPERATE)
 def operation_command(
     operation_id: Annotated[str, typer.Argument(help="The id that the command printed, or the first letters of it.")],
@@ -70,7 +104,7 @@ def operation_command(
     monitor: Monitor = "",
     as_json: Json = False,
 ) -> None:
-    """Show the outcome of a flip, drain or resume by its id, for example after a lost connection."""
+    """Show the outcome of a flip, drain, resume or move by its id, for example after a lost connection."""
     answer = asyncio.run(operate.operation(operation_id, operate.monitor_url(data_dir, monitor)))
     show = partial(operate.show_outcome, instance=answer.instance_id, operation=answer)
     cli_common.output(answer, show, as_json=as_json)

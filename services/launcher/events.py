@@ -94,7 +94,11 @@ class OperationEvent:
     @classmethod
     def from_operation(cls, operation: Operation) -> "OperationEvent":
         """The begin of an operation that runs, or else its end."""
-        roles = f"{operation.from_role} → {operation.to_role} " if operation.kind is OperationKind.FLIP else ""
+        about = ""
+        if operation.kind is OperationKind.FLIP:
+            about = f"{operation.from_role} → {operation.to_role} "
+        elif operation.kind is OperationKind.MOVE:
+            about = f"{operation.job_id} → {operation.to_instance or 'any instance'} "
         took = f", {duration(operation.total_s)}" if operation.total_s else ""
         return cls(
             event_id=f"{operation.operation_id}-{operation.result}",
@@ -102,7 +106,7 @@ class OperationEvent:
             kind=operation.kind,
             instance_id=operation.instance_id,
             role=operation.to_role,
-            text=f"{roles}by {operation.who}: {operation.result}{took}",
+            text=f"{about}by {operation.who}: {operation.result}{took}",
             operation_id=operation.operation_id,
         )
 
@@ -111,8 +115,8 @@ LogEntry = Event | OperationEvent
 
 
 async def events(url: str, wanted: EventFilter, *, follow: bool) -> AsyncIterator[LogEntry]:
-    """Events, the oldest first, and with `follow` each new one. Flips, drains and resumes by people are included; one
-    that takes a while appears at its begin and at its end.
+    """Events, the oldest first, and with `follow` each new one. Operations by people are included; one that
+    takes a while appears at its begin and at its end.
 
     Raises the monitor's own error.
     """
@@ -316,6 +320,22 @@ async def find_request(urls: Sequence[str], wanted: str) -> Explained:
     if timeline is None:
         raise NotFound(f"the request {wanted!r} has no timeline yet: it has just arrived")
     return Explained(timeline.job_id, explain(timeline), timeline)
+
+
+async def find_job(urls: Sequence[str], wanted: str) -> str:
+    """The id of the request whose id is or contains `wanted`. Raises as `find_request` does."""
+    wanted = job_name(wanted.strip())
+    clients = [SchedulerAdmin(url) for url in urls]
+    try:
+        for client in clients:
+            try:
+                return (await client.request(wanted)).job_id
+            except NotFound:
+                continue
+        return await _whole_id(clients, wanted[:_NAME_KEPT])
+    finally:
+        for client in clients:
+            await client.close()
 
 
 async def _timeline(clients: Sequence[SchedulerAdmin], job_id: str) -> RequestTimeline | None:

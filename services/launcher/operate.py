@@ -1,4 +1,5 @@
-"""Commands that change a running suite: flip, drain, resume and forget instances, change policies, answer proposals.
+"""Commands that change a running suite: flip, drain, resume and forget instances, move requests, change policies,
+answer proposals.
 
 Each sends a change to the monitor or the planner, waits for its outcome and shows it. Advice after a refusal depends on
 the class of the error and the state of the instance.
@@ -21,8 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher import cluster_keys, pages, state_file
+from services.launcher.events import find_job
 from services.launcher.suite import change_policies
 from shared.domain.instance import InstanceState
+from shared.domain.job import job_name
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
 from shared.domain.verdict import duration
@@ -110,11 +113,38 @@ async def act(
                 return await monitor.drain(instance, force=force, timeout_s=timeout_s, who=actor())
             return await monitor.resume(instance, who=actor())
     except OutcomeUnknown as unknown:
-        message = f"{unknown.message}; `polyphase operation {unknown.operation_id}` shows its outcome"
-        raise OutcomeUnknown(message, operation_id=unknown.operation_id) from unknown
+        raise _with_lookup(unknown) from unknown
     except (Conflict, DeadlineExceeded, NotFound) as refusal:
         advice = advice_on(what, instance, refusal, await _instances(url))
         raise type(refusal)(f"{refusal.message}\n{advice}" if advice else refusal.message) from refusal
+
+
+async def move_request(request: str, to: str, url: str, schedulers: Sequence[str], token: str = "") -> Operation:
+    """Let a request that decodes go on at another instance. request: its id, or a part of it that one of the
+    `schedulers` completes.
+
+    Raises the monitor's own error, with advice on a line of its own; InvalidRequest if several ids have the part.
+    """
+    if not request.strip():
+        raise InvalidRequest("the request id is empty: give an id or a part of it; `polyphase requests` lists some")
+    try:
+        job_id = await find_job(schedulers, request)
+    except (NotFound, Unavailable, DeadlineExceeded):  # it has just arrived, or no scheduler answers
+        job_id = job_name(request.strip())
+    try:
+        async with MonitorClient(url, token=token) as monitor:
+            return await monitor.move(job_id, to=to, who=actor())
+    except OutcomeUnknown as unknown:
+        raise _with_lookup(unknown) from unknown
+    except NotFound as refusal:
+        known = [each.instance_id for each in await _instances(url)]
+        advice = f"Known: {', '.join(known)}" if to and to not in known else "`polyphase requests` lists requests."
+        raise NotFound(f"{refusal.message}\n{advice}") from refusal
+
+
+def _with_lookup(unknown: OutcomeUnknown) -> OutcomeUnknown:
+    message = f"{unknown.message}; `polyphase operation {unknown.operation_id}` shows its outcome"
+    return OutcomeUnknown(message, operation_id=unknown.operation_id)
 
 
 async def _instances(url: str) -> list[InstanceRow]:
@@ -186,13 +216,15 @@ def describe_operation(operation: Operation) -> str:
         return _describe_success(operation)
     roles = f" ({operation.from_role} → {operation.to_role})" if operation.kind is OperationKind.FLIP else ""
     begin = f"{datetime.fromtimestamp(operation.started_s):%H:%M:%S}"
-    course = f"The {operation.kind} of {operation.instance_id}{roles}, requested by {operation.who} at {begin},"
+    course = f"The {operation.kind} of {operation.subject}{roles}, requested by {operation.who} at {begin},"
     took = f" after {duration(operation.total_s)}" if operation.total_s else ""
     match operation.result:
         case OperationResult.RUNNING:
             return f"{course} has been running for {duration(max(0.0, time.time() - operation.started_s))}."
         case OperationResult.UNKNOWN:
             unknown = f"{course} may or may not have been carried out: {operation.error}."
+            if operation.kind is OperationKind.MOVE:
+                return f"{unknown} `polyphase explain {operation.job_id}` shows where it decodes."
             return f"{unknown} `polyphase status` shows the role."
         case OperationResult.REFUSED:
             return f"{course} was refused: {operation.error}."
@@ -210,6 +242,9 @@ def _describe_success(operation: Operation) -> str:
     if operation.kind is OperationKind.DRAIN:
         took = f" in {_took(operation.drain_s)}" if operation.drain_s is not None else ""
         return f"{instance} is drained: its work ended{took}. It gets no work until `polyphase resume {instance}`."
+    if operation.kind is OperationKind.MOVE:
+        to, explain = operation.to_instance or "another instance", f"`polyphase explain {operation.job_id}`"
+        return f"{instance} lets {operation.job_id} move to {to}: {explain} shows whether its gateway has moved it."
     return f"{instance} gets work again, as {operation.to_role}."
 
 

@@ -24,6 +24,7 @@ from shared.wire.messages import (
     FLIP,
     LEAVE,
     LOAD_ADAPTER,
+    MOVE,
     PREDICTED,
     PREFETCH,
     PREFILL,
@@ -39,6 +40,7 @@ from shared.wire.messages import (
     FlipRequest,
     LoadAdapterReply,
     LoadAdapterRequest,
+    MoveRequest,
     Predicted,
     PrefillReply,
     PrefillRequest,
@@ -84,6 +86,10 @@ def handlers(
         roles.obey(request.epoch)
         roles.resume()
 
+    async def move(request: MoveRequest, _: ServerCall) -> None:
+        roles.obey(request.epoch)
+        decode.move(request.job_id, request.to)
+
     async def load_adapter(request: LoadAdapterRequest, _: ServerCall) -> LoadAdapterReply:
         roles.obey(request.epoch)
         return await adapters.load(request)
@@ -105,6 +111,7 @@ def handlers(
         DRAIN: drain,
         FLIP: flip,
         RESUME: resume,
+        MOVE: move,
         LOAD_ADAPTER: load_adapter,
         UNLOAD_ADAPTER: unload_adapter,
     }
@@ -165,7 +172,8 @@ class _WatchedCall(ServerCall):
         self.first: Any = None
 
     def send(self, item: object) -> None:
-        if not self.first_s and not (isinstance(item, TokenStep) and item.pause is not None):
+        notice = isinstance(item, TokenStep) and (item.pause is not None or item.leave is not None)
+        if not self.first_s and not notice:
             self.first_s, self.first = time.time(), item
         self._call.send(item)
 

@@ -81,3 +81,10 @@ class Route(msgspec.Struct, frozen=True):
     hold_s: Finite = 0.0
     has_room: bool = False
     pull: PrefixPull | None = None
+
+    @property
+    def pulled_tokens(self) -> int:
+        """Of the tokens that `pull` names, those that the instance does not hold itself."""
+        if self.pull is None:
+            return 0
+        return max(0, self.pull.tokens - (self.prefill_saved if self.prefill is not None else self.decode_saved))

@@ -65,6 +65,8 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
         "its KV memory there was taken back for other requests; it was expected to stay paused for {pause_s:s}",
         "it had been so for {waited_s:s}",
     ),
+    "migration": ("a token is expected each {tpot_s:s} there", "one takes {here_s:s} where it is"),
+    "the holder has dropped it": ("{holder} no longer held it",),
     "migration:drain": ("it drained",),
     "migration:memory": ("its KV memory would not have held all answers to their ends",),
     "migration:tpot": ("its steps took longer than the target for a token",),
@@ -139,8 +141,23 @@ def _plain(value: float | str) -> str:
 def _adaptive(figures: Figures) -> str:
     said = [_ahead(figures, "wait_s", "runner_up_wait_s", "of work ahead", "nothing ahead of it")]
     said += [_filled("it holds {saved_tokens:tokens} of this prompt", figures)] if figures.get("saved_tokens") else []
+    said += [_pulled(figures)]
     said += [_filled("first token expected after {ttft_s:s}, then one each {tpot_s:s}", figures)]
     return "; ".join(one for one in said if one)
+
+
+def _pulled(figures: Figures) -> str:
+    """How the prefix that another instance holds comes about, and how long the other way would take."""
+    others = " and delay others there" if figures.get("others_pull") else ""
+    return _said(
+        (
+            "it pulls {pull_tokens:tokens} of it from {pull_from} within {pull_s:s}; to compute them would take "
+            "{compute_s:s}",
+            "it computes {pull_tokens:tokens} that {no_pull_from} holds, in {compute_s:s}; to pull them would take "
+            "{pull_s:s}" + others,
+        ),
+        figures,
+    )
 
 
 def _least_load(figures: Figures) -> str:

@@ -28,6 +28,7 @@ from shared.policy.estimate import (
 from shared.policy.index import ClusterIndex, InstanceIds, ReadySet, context_of, usable
 from shared.policy.output_lengths import UNKNOWN_LENGTHS, within
 from shared.policy.placement import JointPlacement, Policies
+from shared.policy.prefix_pull import Holder, holders_of, offer_pulls, pull_of
 from shared.policy.saved_tokens import saved_of
 from shared.policy.split import SplitChoice
 
@@ -43,7 +44,8 @@ class Adaptive(JointPlacement):
     the least pressure, at most `candidates` of each role; of either role the two that hold most of the prompt; and,
     where no decode instance holds any of it, two at random. The SLO cost says how likely the job misses its targets,
     and how much more likely the requests that it delays miss theirs: in the prefill queue, on the links, in decode
-    steps and for lack of KV memory.
+    steps and for lack of KV memory. With `pull`, the instance that computes the beginning of the prompt may pull its
+    prefix from a holder (`prefix_pull`).
     Beside another split or dispatch policy than the adaptive ones, it keeps to what that policy says and decides on
     the rest.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
@@ -52,6 +54,7 @@ class Adaptive(JointPlacement):
     name: ClassVar[str] = "adaptive"
     uses_prefixes: ClassVar[bool] = True
     candidates: int = 4
+    pull: bool = True
 
     def __post_init__(self) -> None:
         _check(self.name, self.candidates)
@@ -82,6 +85,10 @@ class Adaptive(JointPlacement):
             DecodeSide(view, context, _saved(job, index, view, holders), mixed.get(view.info.instance_id))
             for view in views
         ]
+        pulls = holders_of(index, holders, exclude) if self.pull and holders and not job.local_only else []
+        if pulls:
+            offer_pulls(pulls, prefills, context)
+            offer_pulls(pulls, decodes, context)
 
         def best_of(sides: Sequence[DecodeSide]) -> Option:
             if isinstance(split, AdaptiveSplit) or not prefills:
@@ -92,7 +99,7 @@ class Adaptive(JointPlacement):
         if best.hold_s > HOLD_S and job.can_wait and not job.begun:
             best = _best_with_room(job, best_of, decodes) or best
         looked_at: Figures = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
-        figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index)}
+        figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index), **_pulls(best, pulls)}
         return _choice(best, (Reason("placement:adaptive", figures),))
 
 
@@ -265,6 +272,26 @@ def _comparison(best: Option, index: ClusterIndex) -> Figures:
     if view is not None:
         figures |= {"runner_up": runner_up, "runner_up_wait_s": round(PrefillSide(view).wait_s, 4)}
     return figures
+
+
+def _pulls(best: Option, holders: Sequence[Holder]) -> Figures:
+    """The pull that was chosen, or that the instance where the prompt begins could have made, and what the computation
+    of the same tokens takes there.
+    """
+    if not holders:
+        return {}
+    side: PrefillSide | DecodeSide = best.prefill or best.decode
+    pull = best.pull or pull_of(holders, side, best.decode.context)
+    if pull is None:
+        return {}
+    prompt = best.decode.context.job.prompt_tokens
+    return {
+        "no_pull_from" if best.pull is None else "pull_from": pull.holder.info.instance_id,
+        "pull_tokens": pull.lacks,
+        "pull_s": round(pull.ready_s, 4),
+        "compute_s": round(side.own_s(prompt) - side.own_s(prompt, pull.tokens), 4),
+        "others_pull": round(pull.others, 6),
+    }
 
 
 def _check(name: str, candidates: int) -> None:

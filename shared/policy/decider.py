@@ -114,12 +114,13 @@ class Decider:
         )
 
     def expected(self, job: JobView, route: Route) -> tuple[int, float]:
-        """Prompt tokens that the instance which starts the job holds, and the expected tokens of the answer."""
+        """Prompt tokens that the instance which starts the job holds or pulls, and expected tokens of the answer."""
         held, first = 0, route.prefill or route.decode
         if job.prefix and first is not None:
             index = self.loads.current
             view = (index.prefill if route.prefill is not None else index.decode).get(first.instance_id)
             held = saved_tokens(self.prefixes, view, job) if view is not None else 0
+            held = max(held, route.pull.tokens) if route.pull is not None else held
         return held, self.ledger.output_lengths.expected(job).mean
 
     def arrived(self, job_id: str, now: float) -> None:

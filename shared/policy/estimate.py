@@ -97,6 +97,16 @@ class JobContext:
         )
 
 
+class Pull(msgspec.Struct, frozen=True, gc=False):
+    """The KV of the first `tokens` of the prompt, pulled from the prefix cache of an instance that holds it."""
+
+    holder: InstanceView
+    tokens: int
+    lacks: int  # of these, the tokens that the puller does not hold itself, which are sent
+    ready_s: float  # from now until they are at the puller; the job waits in its queue meanwhile
+    others: float  # cost to the requests at the holder
+
+
 class Part(msgspec.Struct, frozen=True, gc=False):
     """The first `tokens` of a prompt on a prefill instance, and their cost there."""
 
@@ -104,16 +114,17 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     ready_s: float  # from now until they are computed, the queue included
     begins_s: float  # from now until the first chunk is computed, when a decode instance may allocate blocks for all
     last_share: float  # of the tokens, computed in the last chunk
-    others: float  # cost to the requests behind the job
+    others: float  # cost to the requests behind the job, and to those at the holder of what it pulls
+    pull: Pull | None = None
 
 
 class PrefillSide:
     """An instance that would compute the prompt or its first part: its queue, and the cost of a token there.
 
-    `saved` tokens of the prompt are in its prefix cache.
+    `saved` tokens of the prompt are in its prefix cache. pull: what it could pull, and is considered.
     """
 
-    __slots__ = ("chunk", "form", "instance_id", "jobs", "kv_bytes", "saved", "sends_s", "view", "wait_s")
+    __slots__ = ("chunk", "form", "instance_id", "jobs", "kv_bytes", "pull", "saved", "sends_s", "view", "wait_s")
 
     def __init__(self, view: InstanceView, saved: int = 0) -> None:
         info, load = view.info, view.load
@@ -126,23 +137,36 @@ class PrefillSide:
         self.wait_s = queued * (form.token_s + form.position_s * mean / 2.0 + form.fixed_s / self.chunk)
         self.kv_bytes = info.kv_bytes_per_token
         self.sends_s = load.staged_bytes / link.bytes_s if link is not None else 0.0  # what it holds for others
+        self.pull: Pull | None = None
 
-    def own_s(self, tokens: int) -> float:
-        """Seconds to compute the first `tokens` of the prompt, without the queue."""
+    def own_s(self, tokens: int, saved: int | None = None) -> float:
+        """Seconds to compute the first `tokens` of the prompt, without the queue. saved: those that it has then; None:
+        those that it has now.
+        """
         form, chunk = self.form, self.chunk
-        saved = self.saved if self.saved < tokens else tokens - 1
+        if saved is None:
+            saved = self.saved
+        if saved >= tokens:
+            saved = tokens - 1
         fresh = tokens - saved
         # Behind others, a prompt's last chunk shares its step with the next prompt's first.
         steps = (fresh / chunk if fresh > chunk else 1.0) if self.jobs else -(-fresh // chunk)
         return form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
 
-    def part(self, tokens: int, others: Slo) -> Part:
+    def part(self, tokens: int, others: Slo, pull: Pull | None = None) -> Part:
         """The first `tokens` of the prompt. As many requests as are queued now are taken to arrive behind the job."""
         wait_s, target, chunk = self.wait_s, others.ttft_s, self.chunk
-        ready_s = wait_s + self.own_s(tokens)
+        saved = self.saved if pull is None else pull.tokens
+        own_s = self.own_s(tokens, saved)
+        ready_s = wait_s + own_s
         cost = self.jobs * (slo_cost(ready_s / target) - slo_cost(wait_s / target)) if self.jobs else 0.0
-        begins_s = ready_s if tokens <= chunk else wait_s + self.own_s(chunk)
-        return Part(tokens, ready_s, begins_s, chunk / tokens if chunk < tokens else 1.0, cost)
+        if pull is not None:
+            cost += pull.others
+            if pull.ready_s > wait_s:  # the requests behind it do not wait for what it pulls
+                wait_s = pull.ready_s
+                ready_s = wait_s + own_s
+        begins_s = ready_s if tokens <= chunk else wait_s + self.own_s(chunk, saved)
+        return Part(tokens, ready_s, begins_s, chunk / tokens if chunk < tokens else 1.0, cost, pull)
 
 
 def mean_wait_s(prefills: Sequence[PrefillSide]) -> float:
@@ -156,9 +180,10 @@ class DecodeTerms(msgspec.Struct, frozen=True, gc=False):
 
     rest_s: float  # until its part of the prompt is computed, queue included; 0 without one
     tpot_s: float  # the job's own
-    others: float  # cost to the requests that decode and are queued there
+    others: float  # cost to the requests that decode and are queued there, and to those at the holder of what it pulls
     memory: float  # cost of too little room
     room_s: float  # until there is room for the job's prompt
+    pull: Pull | None = None
 
 
 # Of a decode instance: its decodes, their context, and the tokens for which there is room.
@@ -169,7 +194,8 @@ class DecodeSide:
     """An instance that would decode the job and may compute the rest of its prompt: what does not depend on how much.
 
     `saved` tokens of the prompt are in its prefix cache. mixed: share of the coming steps that compute prompts; None:
-    estimated from the last steps and the queue.
+    estimated from the last steps and the queue. pull: what it could pull if it computes the whole job, and is
+    considered.
     """
 
     def __init__(self, view: InstanceView, context: JobContext, saved: int = 0, mixed: float | None = None) -> None:
@@ -178,6 +204,7 @@ class DecodeSide:
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
         token, seats = rates.per_token, info.max_seqs or ENDLESS
         self.view, self.context, self.saved, self.link = view, context, saved, link
+        self.pull: Pull | None = None
         self.inbound_s = load.inbound_bytes / link.bytes_s if link is not None else 0.0  # KV on its way to it
         self.queued_jobs = load.queued_prefill
 
@@ -250,20 +277,27 @@ class DecodeSide:
         """
         return self.saved if prefill.view.info.precision == self.view.info.precision else 0
 
-    def terms(self, before: int, saved: int | None = None) -> DecodeTerms:
-        """With the first `before` prompt tokens computed elsewhere. saved: see `saved_beside`; None: all."""
+    def terms(self, before: int, saved: int | None = None, pull: Pull | None = None) -> DecodeTerms:
+        """With the first `before` prompt tokens computed elsewhere. saved: see `saved_beside`; None: all. pull: where
+        nothing is computed elsewhere.
+        """
         slo, usual = self.context.others, self.context.usual
         saved = self.saved if saved is None else saved
+        if pull is not None:
+            saved = pull.tokens
         before = before if before > saved else saved
         rest = self.context.job.prompt_tokens - before
         others = stall_s = rest_s = 0.0
         if rest > 0:
-            form, steps = self.form, -(-rest // self.budget)
-            own_s = steps * self.chunk_s + rest * (form.token_s + form.position_s * (before + rest / 2.0))
-            stall_s = max(0.0, own_s - steps * self.step_s)
+            own_s = self._rest_s(before, rest)
+            stall_s = max(0.0, own_s - -(-rest // self.budget) * self.step_s)
             rest_s = self.wait_s + own_s
             if self.queued_jobs:
                 others = self.queued_jobs * (slo_cost(rest_s / slo.ttft_s) - slo_cost(self.wait_s / slo.ttft_s))
+            if pull is not None:
+                others += pull.others
+                if pull.ready_s > self.wait_s:
+                    rest_s = pull.ready_s + own_s
         target, memory = slo.tpot_s, self.memory
         if self.running:
             longer_s = self.after_s + stall_s / usual.mean + self.beside_s
@@ -271,7 +305,21 @@ class DecodeSide:
         if self.over:
             now_s, behind_s = self.after_s + self.room_s / usual.brief, self.behind_s + stall_s
             memory += self.over * (slo_cost((now_s + behind_s / usual.brief) / target) - slo_cost(now_s / target))
-        return DecodeTerms(rest_s, self.after_s + self.beside_s, others, memory, self.room_s)
+        return DecodeTerms(rest_s, self.after_s + self.beside_s, others, memory, self.room_s, pull)
+
+    def own_s(self, tokens: int, saved: int | None = None) -> float:
+        """Seconds to compute the first `tokens` of the prompt, without the queue. saved: those that it has then; None:
+        those that it has now.
+        """
+        if saved is None:
+            saved = self.saved
+        return self._rest_s(saved, tokens - saved)
+
+    def _rest_s(self, before: int, rest: int) -> float:
+        """Seconds to compute `rest` tokens of the prompt after `before` others."""
+        form = self.form
+        chunks_s = -(-rest // self.budget) * self.chunk_s
+        return chunks_s + rest * (form.token_s + form.position_s * (before + rest / 2.0))
 
     def transfer_s(self, prefill: PrefillSide, tokens: int) -> tuple[float, float]:
         """Seconds from now until a transfer of so many tokens could begin, and that it takes; 0 without a measured
@@ -345,6 +393,11 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     def split(self) -> int:
         """Prompt tokens that the prefill instance computes."""
         return self.part.tokens if self.part is not None else 0
+
+    @property
+    def pull(self) -> Pull | None:
+        """What the instance that computes the beginning of the prompt pulls."""
+        return self.part.pull if self.part is not None else self.terms.pull
 
     @property
     def lead_steps(self) -> int:
@@ -450,7 +503,7 @@ def options(prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide]) -> l
 
     They are: each decode instance with the whole prompt; each prefill instance with the whole prompt and the best
     decode instance, and the best prefill instance with each decode instance; and, for the most promising pairs, the
-    balanced part.
+    balanced part. Sides that could pull a prefix count twice, with and without it.
     """
     local_options = _local_options(decodes)
     if not prefills:
@@ -464,12 +517,14 @@ def _local_options(decodes: Sequence[DecodeSide]) -> list[Option]:
     found: list[Option] = []
     best, weight = float("inf"), decodes[0].context.weight
     for decode in decodes:
-        terms = decode.terms(0)
-        if weight * (terms.others + terms.memory) - ROUNDING > best:
-            continue
-        option = local(decode, terms)
-        found.append(option)
-        best = min(best, option.total)
+        ways = (None,) if decode.pull is None else (None, decode.pull)
+        for pull in ways:
+            terms = decode.terms(0, pull=pull)
+            if weight * (terms.others + terms.memory) - ROUNDING > best:
+                continue
+            option = local(decode, terms)
+            found.append(option)
+            best = min(best, option.total)
     return found
 
 
@@ -481,6 +536,7 @@ def _whole_prompt_pairs(prefills: Sequence[PrefillSide], decodes: Sequence[Decod
     context = decodes[0].context
     prompt, slo, weight, ttft_s = context.job.prompt_tokens, context.others, context.weight, context.job.slo.ttft_s
     parts = [(prefill, prefill.part(prompt, slo)) for prefill in prefills]
+    parts += [(side, side.part(prompt, slo, side.pull)) for side in prefills if side.pull is not None]
     parts.sort(key=lambda one: one[1].ready_s + one[1].others * slo.ttft_s)
     (prefill, part), *others = parts
     (decode, terms), *more = [(decode, decode.terms(prompt)) for decode in decodes]
@@ -505,20 +561,21 @@ def _whole_prompt_pairs(prefills: Sequence[PrefillSide], decodes: Sequence[Decod
 def _balanced_pairs(local_options: Sequence[Option], pairs: Sequence[Option]) -> list[Option]:
     """The balanced part on the best prefill instance, with the best decode instance of either list."""
     best, found = min(pairs, key=total_of), []
-    prefill, prompt = best.prefill, best.decode.context.job.prompt_tokens
+    prefill, pull, prompt = best.prefill, best.pull, best.decode.context.job.prompt_tokens
     assert prefill is not None
     partners = {id(one.decode): one.decode for one in (min(local_options, key=total_of), best)}
     for decode in partners.values():
-        split = balanced(prompt, prefill, decode)
+        split = balanced(prompt, prefill, decode, pull)
         if 0 < split < prompt:
             terms = decode.terms(split, decode.saved_beside(prefill))
-            found.append(pair(prefill, prefill.part(split, decode.context.others), decode, terms))
+            pulls = pull if pull is not None and pull.tokens < split else None
+            found.append(pair(prefill, prefill.part(split, decode.context.others, pulls), decode, terms))
     return found
 
 
-def balanced(prompt: int, prefill: PrefillSide, decode: DecodeSide) -> int:
+def balanced(prompt: int, prefill: PrefillSide, decode: DecodeSide, pull: Pull | None = None) -> int:
     """The split for which both sides take about as long, their queues included. Source: Cronus 4.2, in closed form."""
-    each_s = prefill.own_s(prompt) / prompt
+    each_s = prefill.own_s(prompt, pull.tokens if pull is not None else None) / prompt
     split = (decode.wait_s - prefill.wait_s + prompt * decode.token_s) / (each_s + decode.token_s)
     return max(0, min(prompt, round(split)))
 
@@ -535,6 +592,10 @@ def fixed_split_options(
             if tokens > 0:
                 terms = decode.terms(tokens, decode.saved_beside(prefill))
                 found.append(pair(prefill, prefill.part(tokens, context.others), decode, terms))
+                if prefill.pull is not None and prefill.pull.tokens < tokens:
+                    found.append(pair(prefill, prefill.part(tokens, context.others, prefill.pull), decode, terms))
             else:
                 found.append(local(decode, decode.terms(0)))
+                if decode.pull is not None:
+                    found.append(local(decode, decode.terms(0, pull=decode.pull)))
     return found

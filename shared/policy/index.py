@@ -444,6 +444,7 @@ def _with(view: InstanceView, more: Assignment) -> InstanceView:
     load, block_size = view.load, max(1, view.info.block_size)
     inbound_bytes = int(more.import_tokens * view.info.kv_bytes_per_token) if more.import_tokens else 0
     decodes = more.decode_tokens > 0
+    staged_bytes = int(more.export_tokens * view.info.kv_bytes_per_token) if more.export_tokens else 0
     free_blocks, ahead = load.free_blocks, load.kv_ahead
     if decodes:
         takes = takes_tokens(view, more.decode_tokens, more.saved_tokens)
@@ -462,7 +463,7 @@ def _with(view: InstanceView, more: Assignment) -> InstanceView:
         coming_tokens=load.coming_tokens + (more.decode_tokens if more.coming else 0),
         waiting_tokens=load.waiting_tokens + max(0, -free_blocks) * block_size,
         free_blocks=max(0, free_blocks),
-        staged_bytes=load.staged_bytes,
+        staged_bytes=load.staged_bytes + staged_bytes,
         inbound_bytes=load.inbound_bytes + inbound_bytes,
         inflight=load.inflight,
         prefill_share=load.prefill_share,

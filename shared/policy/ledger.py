@@ -42,6 +42,7 @@ class Assignment:
     job_id: str = ""
     coming: bool = False
     import_tokens: int = 0  # of KV that comes from another instance
+    export_tokens: int = 0  # of KV in its prefix cache that another instance pulls
     answer_tokens: int = 0
     lead_steps: int = 0
     saved_tokens: int = 0
@@ -85,26 +86,40 @@ def promised_to(instance_id: str, promised: Promised, now: float) -> Assignment:
 def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...]:
     """The assignments of a route, to be booked so that later decisions count them."""
     booked = []
+    pulled = route.pull.tokens if route.pull is not None else 0
     if route.prefill is not None:
-        tokens = route.split - route.prefill_saved
-        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=tokens, job_id=job.job_id))
+        held = max(route.prefill_saved, pulled)
+        booked.append(
+            Assignment(
+                route.prefill.instance_id,
+                now,
+                prefill_tokens=route.split - held,
+                job_id=job.job_id,
+                import_tokens=held - route.prefill_saved,
+            )
+        )
     if route.decode is not None:
         saved, coming = route.decode_saved, route.prefill is not None or job.leaves
+        held = saved if coming else max(saved, pulled)
+        moved = job.prompt_tokens if job.leaves else route.split  # whose KV comes from another instance
         booked.append(
             Assignment(
                 route.decode.instance_id,
                 now,
-                prefill_tokens=0 if job.leaves else job.prompt_tokens - max(route.split, saved),
+                prefill_tokens=0 if job.leaves else job.prompt_tokens - max(route.split, held),
                 decode_tokens=job.prompt_tokens,
                 heavy=is_heavy(job),
                 job_id=job.job_id,
                 coming=coming,
-                import_tokens=max(0, (job.prompt_tokens if job.leaves else route.split) - saved) if coming else 0,
+                import_tokens=max(0, moved - saved) if coming else held - saved,
                 answer_tokens=route.answer_tokens or job.max_tokens,
                 lead_steps=route.lead_steps if coming else 0,
                 saved_tokens=saved,
             )
         )
+    if route.pull is not None:
+        exported = route.pulled_tokens
+        booked.append(Assignment(route.pull.holder.instance_id, now, job_id=job.job_id, export_tokens=exported))
     return tuple(booked)
 
 

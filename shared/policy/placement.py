@@ -14,7 +14,7 @@ import msgspec
 
 from shared.domain.instance import Role
 from shared.domain.job import JobView
-from shared.domain.route import Reason, Route
+from shared.domain.route import PrefixPull, Reason, Route
 from shared.errors import Delayed, InvalidRequest
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures, choose_decode, why_none
 from shared.policy.estimate import Option
@@ -200,6 +200,7 @@ class _RouteBuilder:
             ttft_s=estimate.ttft_s - estimate.hold_s if estimate is not None else 0.0,
             hold_s=estimate.hold_s if estimate is not None else 0.0,
             has_room=first.has_room,
+            pull=_pull_of(estimate),
         )
         return Placed(route, estimate)
 
@@ -222,6 +223,11 @@ class _RouteBuilder:
         if self.exclude:
             figures["excluded"] = ", ".join(sorted(self.exclude))
         return Reason("filter: ready, not excluded, context fits", figures)
+
+
+def _pull_of(estimate: Option | None) -> PrefixPull | None:
+    pull = estimate.pull if estimate is not None else None
+    return PrefixPull(Choice(pull.holder).ref, pull.tokens) if pull is not None else None
 
 
 def _mixed(prefill: Choice | None, decode: Choice | None) -> bool:

@@ -24,6 +24,7 @@ from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
 from shared.sim.intake import AutoFlips, Context, Intake, Legs, Part
 from shared.sim.outcomes import Gaps, SimResult, Status
+from shared.sim.pulls import Pulls
 from shared.sim.record import Record, Sampler
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import Flip, InstanceSpec, Loss, RunSpec
@@ -66,7 +67,8 @@ class _Simulation:
         self._legs = Legs(run, self._loop, self._fleet, lambda instance, now: self._changes.left(instance, now))
         context = Context(run, self._loop, self._fleet, self._legs, self._record, rng)
         self._flips = AutoFlips(run, self._fleet, run.role_flip) if run.role_flip is not None else None
-        self._intake = Intake(context, self._flips)
+        self._pulls = Pulls(run, self._loop, self._fleet)
+        self._intake = Intake(context, self._pulls, self._flips)
         self._handover = Handover(context, self._intake)
         self._changes = Changes(context, self._intake, self._handover, self._flips)
         self._moves = Moves(context, self._intake)
@@ -90,7 +92,9 @@ class _Simulation:
             gaps=Gaps().merge(instance.gaps() for instance in instances),
             duration_s=float(outcomes.last_token_s[done].max()) - begun if done.any() else now - begun,
             events=self._loop.handled,
-            kv_bytes=self._handover.kv_bytes,
+            kv_bytes=self._handover.kv_bytes + self._pulls.wire_bytes,
+            pulls=self._pulls.count,
+            pulled_tokens=self._pulls.tokens,
             timeline=self._changes.sampler.timeline() if self._changes.sampler is not None else None,
             role_flips=tuple(flips.made) if flips is not None else (),
             shifts=tuple(flips.shifts) if flips is not None else (),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.cost.step import Batch, Segment, StepTimes
+from shared.domain.kv import EXPORT_SHARE
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.prefill_order import PrefillOrder, PrefillShare
@@ -19,12 +20,14 @@ from shared.sim.request import Leg, State
 from shared.sim.scheduler import Scheduler, Step
 from shared.sim.spec import EngineLimits
 
+_ROUNDING_S = 1e-9  # by which sums of step times may differ
+
 
 class EngineEvents(Protocol):
     """What an engine reports, and when it happened."""
 
     def admitted(self, leg: Leg, now: float) -> None:
-        """Blocks are reserved for a leg that receives its KV from the network."""
+        """Blocks are reserved for a leg that another instance hands over."""
         ...
 
     def chunk(self, leg: Leg, now: float) -> None:
@@ -89,6 +92,7 @@ class Engine:
         self._look_steps = 0  # after how many of them the engine looks for changes; 0: it does not
         self._due_s = NEVER  # when the step or glide under way ends, or is looked at
         self._planned_s = NEVER  # the time of the event for that
+        self._gather_s = 0.0  # of the engine's time, that exports from the cache are still to take
         self.tally = Tally()
         self._share = PrefillShare()
 
@@ -113,6 +117,34 @@ class Engine:
         if leg.uncomputed_tokens == 1:
             self.memory.keep_prefix(leg)
         self._disturb(now)
+
+    def pull_failed(self, leg: Leg, now: float) -> None:
+        """The prefix of a leg does not come from elsewhere."""
+        self.scheduler.pull_failed(leg)
+        if leg.state is State.RECEIVED:
+            self._disturb(now)
+
+    def export(self, seconds: float, now: float) -> float:
+        """Gather blocks of the prefix cache for so many seconds of the engine's time, between its steps; beside decodes
+        they have a share of it. `now`: a step has just ended, and the next one has begun. Returns when they are
+        gathered.
+        """
+        if self.idle:
+            return now + seconds
+        self._gather_s += seconds
+        glide = self._glide
+        if glide is not None:
+            steps = min(glide.steps_begun(now + _ROUNDING_S), self._glide_steps)
+            self._glide_steps, self._look_steps = steps, 0
+            self._set_due(max(now, glide.end_s(steps)))
+        return now + (self._gather_s / EXPORT_SHARE if self._group.count else self._gather_s)
+
+    def step_end_s(self, now: float) -> float:
+        """When the step under way ends; now if there is none."""
+        glide = self._glide
+        if glide is not None:
+            return max(now, glide.end_s(max(1, min(glide.steps_begun(now), self._glide_steps))))
+        return now if self.idle else max(now, self._due_s)
 
     def became_stream(self, leg: Leg, now: float) -> None:
         """The client of a leg that may wait here has its first token, from elsewhere."""
@@ -167,6 +199,7 @@ class Engine:
         else:
             last_s = self._started_s
         self._set_due(NEVER)
+        self._gather_s = 0.0
         for leg in self.scheduler.running:
             if leg.state is State.DECODING:
                 self._group.leave(leg)
@@ -196,7 +229,7 @@ class Engine:
         return self._share.after(steps)
 
     def admitted(self, request: Leg, now: float) -> None:
-        if request.state is State.RECEIVING:
+        if request.import_tokens:
             self._events.admitted(request, now)
 
     def preempted(self, request: Leg, now: float) -> None:
@@ -217,7 +250,9 @@ class Engine:
         """Decode steps until the batch changes by itself: a leg is done, blocks run out, or others may start."""
         scheduler = self.scheduler
         # Steps of the same batch may be enough for another leg to start: then each step is looked at.
-        if self._stepwise or (len(scheduler.waiting) and (step.has_preempted or scheduler.admission.needs_running)):
+        if self._stepwise or self._gather_s > 0.0:
+            return 1
+        if len(scheduler.waiting) and (step.has_preempted or scheduler.admission.needs_running):
             return 1
         most = self._group.steps_to_finish()
         return most if scheduler.limits.reserves_output else self._group.affordable(self.memory.free, most)
@@ -268,14 +303,26 @@ class Engine:
                 self._let_wait(now)
             prefill = tuple((tokens, leg.computed_tokens) for leg, tokens in step.chunks)
             decodes, context = (group.count, group.context_tokens) if step.has_decodes else (0, 0)
-            self._set_due(now + self._model.step_time_s(Batch(prefill, decodes, context)))
+            step_s = self._model.step_time_s(Batch(prefill, decodes, context))
+            self._set_due(now + step_s + (self._gathering_s(step_s) if self._gather_s > 0.0 else 0.0))
         elif group.count:
             steps = self._steps_ahead(step)
-            self._glide = Glide(now, self._model.decode_segments(group.count, group.context_tokens, steps))
+            segments = self._model.decode_segments(group.count, group.context_tokens, steps)
+            if self._gather_s > 0.0:
+                step_s = segments[0][1] + self._gathering_s(segments[0][1])
+                segments = ((1, step_s, step_s),)
+            self._glide = Glide(now, segments)
             self._glide_steps = steps
             self._set_due(self._glide.end_s(steps))
         else:
             self._set_due(NEVER)
+
+    def _gathering_s(self, step_s: float) -> float:
+        """The time of a step that exports from the cache take, besides its own."""
+        most_s = step_s * EXPORT_SHARE / (1.0 - EXPORT_SHARE) if self._group.count else self._gather_s
+        taken_s = min(self._gather_s, most_s)
+        self._gather_s -= taken_s
+        return taken_s
 
     def _let_wait(self, now: float) -> None:
         """A step begins now without the decodes: the gap to their next tokens is longer than a step."""
@@ -359,6 +406,9 @@ class Engine:
             self._events.token(leg, now)
 
     def _done(self, leg: Leg, now: float) -> None:
+        request = leg.request
+        if leg.decodes and request.answer and request.attempt == 1 and not request.moves:
+            self.memory.keep_answer(leg, leg.prefix, request.answer)
         self.scheduler.finish(leg)
         if not leg.cancelled:
             self._events.done(leg, now)

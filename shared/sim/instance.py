@@ -231,7 +231,7 @@ def _info(spec: InstanceSpec, generation: int, link: LinkRate) -> InstanceInfo:
         ),
         accelerator=spec.accelerator,
         dtype="bfloat16",
-        tensor_parallel=1,
+        tensor_parallel=max(1, spec.accelerators // spec.lanes),
         block_size=spec.limits.block_tokens,
         total_blocks=spec.kv_tokens // spec.limits.block_tokens,
         max_model_len=min(spec.limits.max_model_len, spec.kv_tokens // spec.lanes),

@@ -25,6 +25,7 @@ from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
 from shared.sim.outcomes import RoleFlipped, Status
+from shared.sim.pulls import Pulls
 from shared.sim.record import Record
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import FirstToken, RunSpec
@@ -59,8 +60,9 @@ class Part:
 class Intake(Part):
     """Lets requests in as the workload says, holds those that no instance can take now, and ends all of them."""
 
-    def __init__(self, context: Context, flips: "AutoFlips | None") -> None:
+    def __init__(self, context: Context, pulls: Pulls, flips: "AutoFlips | None") -> None:
         super().__init__(context)
+        self._pulls = pulls
         self._flips = flips
         self._shares = TokenCounters()
         self.patience = Patience(context.run.patience_s, context.loop)
@@ -258,6 +260,8 @@ class Intake(Part):
                 prefix=request.prefix,
                 last_token_s=request.last_token_s if request.carried else -1.0,
             )
+        if route.pull is not None:
+            self._pulls.begin(leg, instance, route.pull, now)
         request.waits_prefill = True
         instance.prefills += 1
         self._legs.start(instance, leg, now)
@@ -463,6 +467,7 @@ class AutoFlips:
         if job.prefix:
             view = self._fleet.instance(self._fleet.position(first.instance_id)).view(now)
             held = saved_tokens(index.prefixes, view, job)
+            held = max(held, route.pull.tokens) if route.pull is not None else held
         self._counter.count_request(job, held, self._fleet.ledger.output_lengths.expected(job).mean, self._split, now)
 
     def ended(self, job_id: str, output_tokens: int, now: float) -> None:

@@ -75,14 +75,15 @@ class KvMemory:
         self.trim_cache()
         cached = self._cached(request)
         request.cached_tokens = len(cached) * self._id_tokens
-        computed = min(max(request.import_tokens, request.cached_tokens), request.tokens - 1)
+        brought = max(request.import_tokens, request.pulled_tokens)
+        computed = min(max(brought, request.cached_tokens), request.tokens - 1)
         cached = cached[: computed // self._id_tokens]
         if not self._fits(request, cached, self.available):
             return False
         request.blocks = self._cache.shared_blocks(cached)
         if self._reserves_output:
             needed = request.tokens + request.output_left
-        elif request.import_tokens:
+        elif request.imports:
             needed = computed
         else:
             needed = min(request.tokens, computed + budget)
@@ -93,6 +94,18 @@ class KvMemory:
         request.shared_ids = cached
         self._cache.use(cached)
         return True
+
+    def check_import(self, request: ScheduledRequest) -> None:
+        """Give up the import of a waiting request where the tokens before the first imported one are not cached."""
+        if not request.import_tokens or not request.import_start:
+            return
+        self.trim_cache()
+        if len(self._cached(request)) * self._id_tokens < request.import_start:
+            request.computed_tokens = request.import_tokens = 0
+
+    def cached(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids from the first one on that the prefix cache holds."""
+        return self._cache.matched(ids)
 
     def allocate(self, request: ScheduledRequest, tokens: int) -> bool:
         """Take blocks until the request holds `tokens` tokens; False, and nothing changes, when there are too few."""
@@ -129,6 +142,22 @@ class KvMemory:
         """The request's prompt, or its part of the prompt, is here: others may use it."""
         if ids := self._ids(request):
             self.keep_blocks(request, ids)
+
+    def keep_answer(self, request: ScheduledRequest, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
+        """The request is complete: others may use the blocks that its answer has filled, too, after those of the prompt
+        that are whole.
+        """
+        if self._keeps_prefixes and answer:
+            whole = prompt[: request.job.prompt_tokens // self._id_tokens]
+            self.keep_blocks(request, answer, whole[-1] if whole else None)
+
+    def matched_tokens(self, prefix: tuple[int, ...]) -> int:
+        """Tokens from the start of a prompt that the prefix cache holds."""
+        return len(self._cache.matched(prefix)) * self._id_tokens if self._keeps_prefixes else 0
+
+    def cached_part(self, request: ScheduledRequest) -> int:
+        """Tokens of a started request that were in the prefix cache here."""
+        return min(len(request.shared_ids) * self._id_tokens, request.tokens - 1)
 
     def keep_blocks(
         self, request: ScheduledRequest, ids: tuple[int, ...], before: int | None = None

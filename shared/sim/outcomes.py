@@ -208,6 +208,8 @@ class SimResult:
     duration_s: float
     events: int
     kv_bytes: float = 0.0  # over all links
+    pulls: int = 0  # of prefixes, that brought something
+    pulled_tokens: int = 0
     timeline: LoadTimeline | None = None
     role_flips: tuple[RoleFlipped, ...] = ()
     shifts: tuple[tuple[float, Shift], ...] = ()

@@ -26,6 +26,7 @@ class Record:
         self._run = run
         self._progress = progress
         self._prefixes = workload.prefixes
+        self._answers = workload.answers
         self._mix = workload.mix
         prediction = run.prediction
         self._gateway_s = run.gateway_s + (prediction.answer_s if prediction and prediction.at_placement else 0.0)
@@ -68,6 +69,8 @@ class Record:
             str(row), self._prompts[row], max_tokens, slo, known, prefix=prefix, can_wait=True, one_precision=one
         )
         request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
+        if self._answers is not None:
+            request.answer = self._answers[row]
         if predicted is not None and known is None and prediction is not None:
             request.late = LatePrediction(predicted, request.arrived_s + prediction.answer_s)
         return request

@@ -36,7 +36,10 @@ class ScheduledRequest(ABC):
     decodes: bool = True  # whether it goes on here after its first token
     exports: bool = False  # whether the KV of its prompt is for another instance
     computed_tokens: int = 0  # of `tokens`, those whose KV is here, or comes; for decodes see `DecodeGroup.context`
-    import_tokens: int = 0  # those whose KV another instance sends; 0 after a preemption
+    import_tokens: int = 0  # those up to which another instance sends KV; 0 after a preemption
+    import_start: int = 0  # what it sends begins behind these, which are to be in the prefix cache
+    pulled_tokens: int = 0  # those of the prefix that another instance's cache sends while it waits; as above
+    pulling: bool = False  # whether the KV of `pulled_tokens` is on its way
     cached_tokens: int = 0  # those that the prefix cache is expected to hold; from the start on, those that it held
     last_token_s: float = -1.0  # when its client got its last token; not up to date while it decodes
     state: State = State.WAITING
@@ -70,6 +73,11 @@ class ScheduledRequest(ABC):
     def uncomputed_tokens(self) -> int:
         """Tokens to compute before the next output token."""
         return self.tokens - self.computed_tokens
+
+    @property
+    def imports(self) -> bool:
+        """Whether it needs KV that is not here yet."""
+        return self.import_tokens > 0 or self.pulling
 
     @property
     def given_tokens(self) -> int:
@@ -115,6 +123,7 @@ class SimRequest:
     longest_gap_s: float = 0.0  # between two of its tokens
     gaps_over: int = 0  # gaps longer than its class's target
     late: LatePrediction | None = None
+    answer: tuple[int, ...] = ()  # ids of the blocks that its answer fills, after those of its prompt
 
     # Of the present attempt.
     moved_from: str = field(init=False)  # the instance where it was paused, which is not to decode it now

@@ -12,7 +12,7 @@ The states of a request (`State`), and what moves it from one to another:
 
     state       holds blocks  in the batch  next state
     WAITING     no            no            PREFILLING when it starts (`_start`); RECEIVING if it imports its KV
-    RECEIVING   yes           no            RECEIVED when its KV is here (`kv_arrived`)
+    RECEIVING   yes           no            RECEIVED when its KV is here (`kv_arrived`), or cannot come (`pull_failed`)
     RECEIVED    yes           no            DECODING or PREFILLING when it joins the batch (`_join_received`)
     PREFILLING  yes           yes           DECODING (`start_decoding`), FINISHED (`finish`), WAITING (`_preempt`)
     DECODING    yes           yes           FINISHED (`finish`), WAITING (`_preempt`)
@@ -149,6 +149,13 @@ class Scheduler(Generic[R]):
         self.received.append(request)
         request.state = State.RECEIVED
 
+    def pull_failed(self, request: R) -> None:
+        """The KV of a prefix does not come: the request computes it, from what it holds here."""
+        request.pulled_tokens, request.pulling = 0, False
+        if request.state is State.RECEIVING:
+            request.computed_tokens = self.memory.cached_part(request)
+            self.kv_arrived(request)
+
     def cancel(self, request: R) -> None:
         """Forget a request. A running one keeps its place until the next plan: the step under way computes it."""
         request.cancelled = True
@@ -228,7 +235,7 @@ class Scheduler(Generic[R]):
             request = self.received.pop(0)
             self.joined.append(request)
             self.running[request] = None
-            if request.uncomputed_tokens == 1:
+            if request.uncomputed_tokens == 1 and not request.pulled_tokens:
                 self.start_decoding(request)
             else:
                 request.state = State.PREFILLING
@@ -278,7 +285,7 @@ class Scheduler(Generic[R]):
             if self.memory.reserved:  # else this plan has not reserved yet, or the step has no decodes
                 self.memory.reserve_for_decodes(self.group.blocks_for(1))
         self.memory.release(request)
-        request.computed_tokens = request.import_tokens = request.cached_tokens = 0
+        request.computed_tokens = request.import_tokens = request.pulled_tokens = request.cached_tokens = 0
         request.state = State.WAITING
         self.waiting.put_back(request, request.job.slo.weight, started=request.is_stream)
 
@@ -307,7 +314,7 @@ class Scheduler(Generic[R]):
         while len(self.running) < self.limits.sequences and (request := self.next_waiting()) is not None:
             if not self._has_place(request):
                 break
-            if not request.import_tokens or not self._start(request, Step(now)):
+            if not request.imports or not self._start(request, Step(now)):
                 return False
         return True
 
@@ -319,7 +326,8 @@ class Scheduler(Generic[R]):
             request = self.next_waiting()
             if request is None or (streams and not request.is_stream):
                 break
-            if not request.import_tokens and step.prompt_budget <= 0:
+            self.memory.check_import(request)
+            if not request.imports and step.prompt_budget <= 0:
                 break
             if not self._has_place(request) or not self._policy_admits(request, step.now):
                 break
@@ -333,7 +341,7 @@ class Scheduler(Generic[R]):
         if not self.memory.start(request, step.prompt_budget):
             return False
         self.waiting.pop()
-        if request.import_tokens:
+        if request.imports:
             request.state = State.RECEIVING
             self.receiving[request] = None
         else:
@@ -372,6 +380,7 @@ class Scheduler(Generic[R]):
                 found.prompt_tokens += request.uncomputed_tokens - request.cached_tokens
         for request in (*self.prefilling, *self.receiving, *self.received):
             found.begun_tokens += request.computed_tokens
-            if request.state is State.PREFILLING or (request.state is State.RECEIVED and request.uncomputed_tokens > 1):
+            received = request.state is State.RECEIVED or request.pulling
+            if request.state is State.PREFILLING or (received and request.uncomputed_tokens > 1):
                 found.prompts += 1
                 found.prompt_tokens += request.uncomputed_tokens

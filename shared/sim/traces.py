@@ -5,8 +5,9 @@ Errors name the file, the line and the key. Faulty rows are refused unless the c
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -222,14 +223,50 @@ def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool, blo
         order = order[np.argsort(arrival[order], kind="stable")]
     start = arrival[order[0]] if form.from_first else 0.0
     left_out = len(kept) - len(order)
+    prompts, outputs = prompt[order], output[order]
+    known = None if ids is None else tuple(ids[at] for at in order.tolist())
     return Workload(
         name=Path(table.where).name + (f" ({left_out} empty requests left out)" if left_out else ""),
         arrival_s=arrival[order] - start,
-        prompt_tokens=prompt[order],
-        output_tokens=output[order],
-        prefixes=None if ids is None else tuple(ids[at] for at in order.tolist()),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        prefixes=known,
         prefix_block_tokens=block_tokens,
+        answers=None if known is None else answers_of(known, prompts, outputs, block_tokens),
     )
+
+
+def answers_of(
+    prompts: Sequence[tuple[int, ...]], prompt_tokens: Lengths, output_tokens: Lengths, block_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """The ids of the blocks that the answer of each request fills, as far as later prompts tell.
+
+    A trace names the blocks of prompts alone. But the next turn of a chat repeats the prompt and the answer, so the
+    blocks that follow a prompt's whole ones in later prompts hold its answer. Where later prompts go on in several
+    ways, as questions about one document do, it is not known which of them repeats the answer, and none is taken to.
+    """
+    wholes = (prompt_tokens // block_tokens).tolist()
+    following: dict[int, int | None] = {}  # by block the only one that follows it; None: there are several
+    first: dict[int, int] = {}  # the first request with a block
+    for row, ids in enumerate(prompts):
+        whole = ids[: wholes[row]]
+        for block in whole:
+            first.setdefault(block, row)
+        for block, after in pairwise(whole):
+            if following.setdefault(block, after) != after:
+                following[block] = None
+    filled = ((prompt_tokens + output_tokens - 1) // block_tokens).tolist()  # the last token's KV is not computed
+    found = []
+    for row, ids in enumerate(prompts):
+        answer: list[int] = []
+        last = ids[wholes[row] - 1] if 0 < wholes[row] <= len(ids) else None
+        while last is not None and len(answer) < filled[row] - wholes[row]:
+            last = following.get(last)
+            if last is None or first[last] <= row:
+                break
+            answer.append(last)
+        found.append(tuple(answer))
+    return tuple(found)
 
 
 def _arrivals(table: Table, form: TraceFormat) -> NDArray[np.float64]:

@@ -4,6 +4,7 @@ Synthetic workloads are made as whole arrays: a million requests take a fraction
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -38,8 +39,9 @@ class Workload:
 
     arrival_s: seconds from the start, not decreasing, shape [n]. prompt_tokens, output_tokens: at least 1, shape [n].
     prefixes: for each request the ids of its prompt's blocks of `prefix_block_tokens` tokens, in order (equal ids at
-    the start of two prompts are equal text), or None where they are not known. mix: None where all requests are of the
-    run's one class. Raises InvalidRequest that names the first request at fault.
+    the start of two prompts are equal text), or None where they are not known. answers: with prefixes, for each request
+    the ids of the blocks that its answer fills, which follow the whole blocks of its prompt, as far as they are known.
+    mix: None where all are of the run's one class. Raises InvalidRequest that names the first request at fault.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Workload:
     output_tokens: Lengths
     prefixes: tuple[tuple[int, ...], ...] | None = None
     prefix_block_tokens: int = 512
+    answers: tuple[tuple[int, ...], ...] | None = None
     mix: Mix | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class Workload:
             raise InvalidRequest(f"{self.name}: a mix of {len(self.mix.class_of)} requests, not {count}")
         if self.prefixes is not None and len(self.prefixes) != count:
             raise InvalidRequest(f"{self.name}: prefixes of {len(self.prefixes)} requests, not {count}")
+        if self.answers is not None and (self.prefixes is None or len(self.answers) != count):
+            raise InvalidRequest(f"{self.name}: answers of {len(self.answers)} requests, not {count} with prefixes")
         for what, bad in (
             ("arrival_s is not a finite number >= 0", ~(np.isfinite(self.arrival_s) & (self.arrival_s >= 0))),
             ("arrives before its predecessor", np.concatenate(([False], np.diff(self.arrival_s) < 0))),
@@ -86,6 +91,7 @@ class Workload:
             prompt_tokens=self.prompt_tokens[:count],
             output_tokens=self.output_tokens[:count],
             prefixes=prefixes,
+            answers=self.answers[:count] if self.answers is not None else None,
             mix=self.mix.head(count) if self.mix is not None else None,
         )
 
@@ -215,6 +221,7 @@ def _drawn(kind: Tetri, count: int, rng: np.random.Generator, table: Workload, l
         prompt_tokens=table.prompt_tokens[at],
         output_tokens=table.output_tokens[at],
         prefixes=None if table.prefixes is None else tuple(table.prefixes[row] for row in at.tolist()),
+        answers=None if table.answers is None else tuple(table.answers[row] for row in at.tolist()),
     )
 
 
@@ -279,6 +286,60 @@ def _require_positive(**values: float) -> None:
             raise InvalidRequest(f"{name} must be positive, not {value}")
 
 
+def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
+    """`count` requests of chats whose turns repeat all that was said before, the answers included.
+
+    Chats begin as a Poisson process, `per_s` a second, and share one system prompt. Those that began before the start
+    are under way, so that about `TURNS_A_CHAT` times as many requests come in a second. A chat goes on after each turn
+    with the probability `_GOES_ON`. The next message comes after the answer, taken to need `_ANSWER_S` a token, and a
+    pause.
+    """
+    _require_positive(count=count, per_s=per_s)
+    rng, size = np.random.default_rng(seed), _CHAT_BLOCK
+    rows: list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]] = []
+    system = list(range(_SYSTEM_TOKENS // size))
+    begins_s, fresh = -_UNDER_WAY_S, len(system)
+    times_s: list[float] = []  # of the requests since the start, in order
+    while bisect_left(times_s, begins_s) < count:  # a chat that begins now may yet be among the first `count` requests
+        at_s, tokens, ids = begins_s, _SYSTEM_TOKENS, list(system)
+        while True:
+            tokens += int(_lengths(rng, 1, *_MESSAGE)[0])
+            output = int(_lengths(rng, 1, *_ANSWER)[0])
+            more = -(-tokens // size) - len(ids)
+            ids, fresh = [*ids, *range(fresh, fresh + more)], fresh + more
+            whole, filled = tokens // size, (tokens + output - 1) // size
+            answer = range(fresh, fresh + filled - whole)
+            fresh += len(answer)
+            if at_s >= 0.0:
+                insort(times_s, at_s)
+                rows.append((at_s, tokens, output, tuple(ids), tuple(answer)))
+            tokens += output
+            ids = [*ids[:whole], *answer]
+            if tokens > _CHAT_TOKENS or rng.random() > _GOES_ON:
+                break
+            at_s += output * _ANSWER_S + float(rng.exponential(_PAUSE_S))
+        begins_s += float(rng.exponential(1.0 / per_s))
+    rows.sort(key=lambda row: row[0])
+    del rows[count:]
+    arrival_s, prompts, outputs, prefixes, answers = zip(*rows, strict=True)
+    return Workload(
+        "chats",
+        np.array(arrival_s),
+        np.array(prompts, dtype=np.int64),
+        np.array(outputs, dtype=np.int64),
+        prefixes,
+        size,
+        answers,
+    )
+
+
+# Of `conversations`: tokens of the system prompt, of messages and answers (mean, coefficient of variation), and at most
+# of a chat; the probability of a further turn, and the seconds before it; for how long chats have begun at the start.
+_CHAT_BLOCK, _SYSTEM_TOKENS, _CHAT_TOKENS = 64, 1024, 12_000
+_MESSAGE, _ANSWER = (400.0, 1.0), (300.0, 0.6)
+_GOES_ON, _ANSWER_S, _PAUSE_S, _UNDER_WAY_S = 5.0 / 6.0, 0.03, 30.0, 600.0
+TURNS_A_CHAT = 5.6  # on average, as measured
+
 Arrivals = Callable[[Workload, float, int], Workload]
 
 # How requests may arrive, by name: (workload, requests a second, seed).
@@ -295,12 +356,13 @@ ARRIVALS: dict[str, Arrivals] = {
 _LIKE = {"azure-conv": (1155.0, 211.0, 0.96, 0.77), "azure-code": (2048.0, 28.0, 0.96, 2.15)}
 # Upper bounds: beyond them, drawn lengths outgrow the integers that hold them.
 _MAX = {"prompt": 1e7, "output": 1e7, "prompt_cv": 100.0, "output_cv": 100.0, "longest": 2e7}
-CHOICES = f"{', '.join((*_LIKE, *Tetri))}, or lengths such as prompt=1000,output=200"
+CHATS = "chats"
+CHOICES = f"{', '.join((*_LIKE, *Tetri, CHATS))}, or lengths such as prompt=1000,output=200"
 
 
 def is_made(words: str) -> bool:
     """Whether the words name a synthetic workload, rather than a trace file."""
-    return words in _LIKE or words in list(Tetri) or "=" in words
+    return words in _LIKE or words in list(Tetri) or words == CHATS or "=" in words
 
 
 def made(words: str, count: int, seed: int, lengths: Workload | None = None) -> Workload:
@@ -314,6 +376,8 @@ def made(words: str, count: int, seed: int, lengths: Workload | None = None) -> 
         return replace(like, name=words)
     if words in list(Tetri):
         return tetri(words, count, seed, lengths)
+    if words == CHATS:
+        return conversations(count, seed)
     if "=" in words:
         return _of_lengths(words, count, seed)
     raise InvalidRequest(f"no synthetic workload {words!r}; known: {CHOICES}")

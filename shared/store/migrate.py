@@ -32,7 +32,12 @@ LOCK_S = 30.0
 RETRY_S = 1.0
 CONVERT_BYTES = 256 << 20
 _POLL_S = 0.05
-_ADDED_SINCE_INITIAL = {("flips", "origin"), ("events", "origin")}  # columns
+_ADDED_SINCE_INITIAL = {  # columns
+    ("flips", "origin"),
+    ("events", "origin"),
+    ("flips", "job_id"),
+    ("flips", "to_instance"),
+}
 _TABLES_SINCE_INITIAL = {"adapters"}
 _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
 

@@ -153,12 +153,12 @@ slo_windows = Table(
     Index("slo_windows_time", "time_s"),
 )
 
-# The audit of operations on instances: flips, drains and resumes.
+# The audit of operations on instances and requests: flips, drains, resumes and moves.
 flips = Table(
     "flips",
     metadata,
     Column("operation_id", String, primary_key=True),
-    Column("kind", String, nullable=False),  # "flip", "drain", "resume"
+    Column("kind", String, nullable=False),  # shared.wire.api.OperationKind
     Column("instance_id", String, nullable=False),
     Column("generation", BigInteger, nullable=False),
     Column("from_role", String, nullable=False),
@@ -173,6 +173,8 @@ flips = Table(
     Column("code", String),  # of the error
     Column("why", Text),  # the reasons of a policy or of the planner; null for operators
     Column("origin", String, nullable=False, server_default="operator"),  # shared.wire.api.Origin
+    Column("job_id", String, nullable=False, server_default=""),  # of a move
+    Column("to_instance", String, nullable=False, server_default=""),  # of a move; empty for any
     Index("flips_started", "started_s"),
 )
 

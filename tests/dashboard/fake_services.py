@@ -123,6 +123,7 @@ class FakeServices:
         for path, answer in answers.items():
             app.get(path, response_model=None)(answer)
         app.post("/instances/{instance_id}/{what}")(self._operate)
+        app.post("/requests/{job_id}/move")(self._move)
         app.put("/policies")(self._set_policies)
         app.post("/v1/chat/completions", response_model=None)(self._chat)
         app.put("/mode")(self._mode)
@@ -181,6 +182,15 @@ class FakeServices:
 
     def _operate(self, instance_id: str, what: str, body: Row, request: Request) -> Row:
         return self.operate(instance_id, what, body, _actor(request))
+
+    def _move(self, job_id: str, body: Row, request: Request) -> Row:
+        self.posts.append((job_id, "move", body, who := _actor(request)))
+        self._change()
+        job, move = _found(self.jobs, "job_id", job_id), {"job_id": job_id, "to_instance": body["to"] or ""}
+        times = {"drain_s": None, "total_s": 0.01}
+        made = sample_data.operation(body["operation_id"], "move", job["decode_instance"], who, **move, **times)
+        self.flips.insert(0, made)
+        return self.flips[0]
 
     def _policies(self) -> Row:
         chosen = {"placement": "least_load", "split": "fraction", "dispatch": "power_of_two", "step_budget": "off"}

@@ -56,6 +56,7 @@ def test_a_read_only_account_has_no_buttons_and_no_calls(page: AppTest, keys: di
     entered(opened(page, "instances"), keys["ann"])
     assert "p0" in html(page)
     assert not has(page, "flip-p0")
+    assert not has(opened(page, "requests", request="job-2").run(), "move-job-2")
     ann = Account("ann", OPERATE, keys["ann"])  # as if the page had shown the buttons
     with pytest.raises(NotAllowed, match="'ann' has the role 'look', which changes nothing"):
         shared_api(DashboardSettings.load()).change(ann, lambda: pytest.fail("called"))

@@ -6,8 +6,10 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from dashboard.requests_page import search_params, span_label, waterfall
+from services.cluster_monitor.edge import MoveIn
+from shared.errors import Conflict
 from shared.timeline import RequestTimeline, Span, SpanRecord
-from tests.dashboard.pages import html, links, opened, shows
+from tests.dashboard.pages import button, confirm, has, html, links, opened, shows
 from tests.dashboard.sample_data import T0
 
 
@@ -80,6 +82,42 @@ def test_a_running_request(page: AppTest) -> None:
     assert shows(one, "Under way")
     assert len(one.get("plotly_chart")) == 1
     assert "final, no more refreshes" not in html(one)
+
+
+def test_a_request_that_decodes_is_moved(page: AppTest, cluster: Any) -> None:
+    one = opened(page, "requests", request="job-2").run()
+    assert one.selectbox(key="move-to-job-2").options == ["another instance", "d1"]
+    button(one, "move-job-2").click().run()
+    assert cluster.posts == [], "nothing before the confirmation"
+    button(one, "cancel").click().run()
+    confirm(one, "move-job-2")
+    one.selectbox(key="move-to-job-2").set_value("d1").run()
+    confirm(one, "move-job-2")
+    assert [(job, what, body["to"], who) for job, what, body, who in cluster.posts] == [
+        ("job-2", "move", None, "dashboard"),
+        ("job-2", "move", "d1", "dashboard"),
+    ]
+    for _, _, body, _ in cluster.posts:
+        assert MoveIn.model_validate(body).deadline_s
+    shown = "its explanation shows whether its gateway has moved it."
+    assert [message.value for message in one.success] == [
+        f"d0 lets job-2 move to d1; {shown}",
+        f"d0 lets job-2 move to another instance; {shown}",
+    ]
+
+
+def test_a_refused_move_says_why(page: AppTest, cluster: Any) -> None:
+    cluster.refusal = Conflict("job-2 stays on d0: its gateway does not migrate it")
+    one = confirm(opened(page, "requests", request="job-2").run(), "move-job-2")
+    assert one.warning[0].value == "Move of job-2 was refused: job-2 stays on d0: its gateway does not migrate it"
+
+
+def test_requests_that_cannot_move_have_no_button(page: AppTest, cluster: Any) -> None:
+    assert not has(opened(page, "requests", request="job-1").run(), "move-job-1"), "it has ended"
+    cluster.instances = [row for row in cluster.instances if row["instance_id"] != "d1"]
+    assert button(opened(page, "requests", request="job-2").run(), "move-job-2").disabled, "d0 alone decodes"
+    cluster.jobs[0]["phase"] = "prefill"
+    assert not has(opened(page, "requests", request="job-2").run(), "move-job-2")
 
 
 def test_an_unknown_request(page: AppTest) -> None:

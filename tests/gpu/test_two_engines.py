@@ -23,7 +23,7 @@ async def test_tokens_are_those_of_a_plain_engine(tmp_path: Path) -> None:
     print(f"\nfloat32: {show(found)}")
     assert found.asynchronous
     assert found.distinct > 100
-    assert found.one_by_one == found.back == found.of
+    assert found.one_by_one == found.back == found.resumed == found.of
     assert found.at_once == [found.of] * len(found.at_once)
     assert found.pulls == {"ok": found.wanted}
     assert found.zeroed < found.of / 2

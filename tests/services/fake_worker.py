@@ -11,13 +11,14 @@ import msgspec
 from shared.domain.adapters import version_key
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, KvGeometry, Role
 from shared.domain.rates import Rates
-from shared.errors import Conflict, EngineFailed, PolyphaseError
+from shared.errors import Conflict, EngineFailed, NotFound, PolyphaseError
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import (
     DRAIN,
     FLIP,
     LOAD_ADAPTER,
+    MOVE,
     RESUME,
     UNLOAD_ADAPTER,
     DrainReply,
@@ -27,6 +28,7 @@ from shared.wire.messages import (
     Heartbeat,
     LoadAdapterReply,
     LoadAdapterRequest,
+    MoveRequest,
     ResumeRequest,
     UnloadAdapterRequest,
 )
@@ -76,11 +78,13 @@ class FakeWorker:
         self.policies = (0, "")  # followed, and why not
         self.chunk_size = 0  # 0: says nothing of it
         self.calls: list[str] = []
+        self.jobs: dict[str, PolyphaseError | None] = {}  # that decode here, and why they cannot move
+        self.move_gate: asyncio.Event | None = None
         self.adapters = dict(info.adapters)  # digests by key
         self.digests: dict[str, str] = {}  # of the adapters that it can load, by path
         self.unloadable: PolyphaseError = EngineFailed("LoRA rank 64 is greater than max_lora_rank 16.")
         self.load_gate: asyncio.Event | None = None
-        handlers: Handlers = {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume}
+        handlers: Handlers = {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume, MOVE: self._move}
         handlers = {**handlers, LOAD_ADAPTER: self._load_adapter, UNLOAD_ADAPTER: self._unload_adapter}
         self.server = RpcServer(sockets, info.rpc, handlers)
         self.publisher = Publisher(sockets, heartbeat_address)
@@ -117,6 +121,15 @@ class FakeWorker:
         self.draining = False
         if self.resume_gate is not None:
             await self.resume_gate.wait()
+
+    async def _move(self, request: MoveRequest, _: ServerCall) -> None:
+        if self.move_gate is not None:
+            await self.move_gate.wait()
+        if request.job_id not in self.jobs:
+            raise NotFound(f"{request.job_id} does not decode on {self.info.instance_id}")
+        self.calls.append(f"move {request.job_id} {request.to}".rstrip())
+        if (refusal := self.jobs[request.job_id]) is not None:
+            raise refusal
 
     async def _load_adapter(self, request: LoadAdapterRequest, _: ServerCall) -> LoadAdapterReply:
         self.calls.append(f"load {request.name}")

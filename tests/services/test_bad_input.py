@@ -42,6 +42,7 @@ NEWCOMER = {**msgspec.to_builtins(make_info("x0", "tcp://127.0.0.1:9")), "role":
 COUNTED = {"source": "s", "second": 1, "requests": 1, "ended": 0}
 SECOND = {name: COUNTED.get(name, 0.0) for name in DemandSecond.__struct_fields__}
 OPERATION = {"operation_id": "op", "deadline_s": 4e9, "why": "w"}
+MOVE = ("monitor", "POST", "/requests/{job_id}/move")
 # A body that each would take, with every field that it knows; None: it takes none.
 ROUTES: dict[Call, Any] = {
     ("monitor", "POST", "/instances"): NEWCOMER,
@@ -55,6 +56,7 @@ ROUTES: dict[Call, Any] = {
         "to_role": "decode",
         "drain_timeout_s": 1.0,
     },
+    MOVE: {"operation_id": "op", "deadline_s": 4e9, "to": "d1"},
     ("monitor", "POST", "/schedulers/{scheduler_id}/news"): {
         "revision": 1,
         "trouble": "",
@@ -103,7 +105,7 @@ ROUTES: dict[Call, Any] = {
     ("predictor", "POST", "/v1/model/reload"): None,
     ("predictor", "POST", "/v1/model/use"): {"use": "auto"},
 }
-PATHS = {"instance_id": "d0", "scheduler_id": "s0", "proposal_id": "nobody", "plan_id": "nobody"}
+PATHS = {"instance_id": "d0", "scheduler_id": "s0", "job_id": "job-1", "proposal_id": "nobody", "plan_id": "nobody"}
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ CASES = [
     _op("d0", "drain", {"timeout_s": 1e9}, "timeout_s"),
     _op("d0", "drain", b'{"timeout_s": NaN}', "timeout_s"),
     _op("d0", "drain", {"operation_id": "no blanks"}, "operation_id"),
+    Bad(MOVE, {}, "'ghost'", 404, "/requests/ghost/move"),
+    Bad(MOVE, {"to": "d9"}, "'d9'", 404),
+    Bad(MOVE, {"to": "p0"}, "p0 cannot take job-1 over: it is a prefill instance", 409),
+    Bad(MOVE, {"to": "no blanks"}, "to"),
     Bad(("monitor", "DELETE", "/instances/{instance_id}"), None, "'ghost'", 404, "/instances/ghost"),
     Bad(("monitor", "DELETE", "/instances/{instance_id}"), None, "only dead instances", 409, "/instances/d0"),
     Bad(("monitor", "POST", "/instances"), {**NEWCOMER, "instance_id": "d0"}, "d0 is ready at", 409),

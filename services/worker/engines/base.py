@@ -21,7 +21,7 @@ from shared.policy import registry
 from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.prefill_order import Fcfs, PrefillOrder, PrefillShare, WaitingJob
 from shared.runtime.logs import get_log
-from shared.wire.messages import StepPage, StepRecord, TokenStep
+from shared.wire.messages import StepPage, StepRecord, TokenStep, decode_rows, encode_rows
 
 log = get_log(__name__)
 KEPT_STEPS = 8192  # over a minute of a fast engine's, some 2 MB
@@ -142,9 +142,9 @@ class EngineRequest(msgspec.Struct, frozen=True):
     `import_from.tokens` prompt tokens is pulled instead of computed. `first_token_only` ends the request after one
     token, whatever the sampling parameters say: it does not decode here. Without `wants_token` that token is
     dropped, and no grammar is compiled for it. The output begins with `forced_tokens`, whatever the engine would
-    have chosen, and goes on as if it had chosen them. Where it `resumes`, these are not generated again: KV of the
-    prompt and of them is imported or computed like that of a prompt, only later tokens are given out, and `state` is
-    that of the sampler after them.
+    have chosen, and goes on as if it had chosen them. Where it `resumes`, only later tokens are given out, and `state`
+    is that of the sampler after the known ones: their KV is imported or computed like that of a prompt. An engine that
+    cannot go on exactly in that state generates them again instead. `max_tokens` counts them in both cases.
 
     The engine calls on its own thread: `has_room` when the request is next, whether it may start now, which from
     then on it may; `entered` whenever it stops waiting; `preempted` whenever its blocks are taken back and it waits
@@ -179,7 +179,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     def as_waiting(self) -> WaitingJob:
         """As the prefill order sees it. The last token is always computed here."""
-        prompt = len(self.prompt_token_ids)
+        prompt = len(self.prompt_token_ids) + (len(self.forced_tokens) if self.resumes else 0)
         before = min(self.import_from.tokens, prompt - 1) if self.import_from is not None else 0
         return WaitingJob(self.job, prompt - before, self.job.started)
 
@@ -336,6 +336,24 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop everything."""
         ...
+
+
+class KnownTokens:
+    """The beginning of an answer, which its client has: the engine generates it again, and it is not sent again."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._left = tokens
+
+    def without(self, step: TokenStep) -> TokenStep:
+        """The new part of the step. Raises EngineFailed where the engine gave other tokens than the known ones."""
+        if not self._left:
+            return step
+        count = min(len(self._left), len(step.tokens))
+        if step.tokens[:count] != self._left[:count]:
+            raise EngineFailed("the engine did not repeat the tokens that the client has; the answer cannot go on")
+        self._left = self._left[count:]
+        logprobs = step.logprobs and encode_rows(decode_rows(step.logprobs).after(count))
+        return TokenStep(step.tokens[count:], step.finish_reason, step.stop_reason, logprobs)
 
 
 def failure(job_id: str, last: TokenStep) -> PolyphaseError | None:

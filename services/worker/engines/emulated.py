@@ -19,17 +19,19 @@ import msgspec
 from services.worker.engines.base import (
     BlocksRemoved,
     BlocksStored,
+    CacheExport,
     CacheSink,
     CurrentRates,
     EngineInfo,
     EnginePolicies,
     EngineRequest,
     EngineStats,
+    Left,
     Sink,
     StepLog,
     deliver,
 )
-from services.worker.engines.emulated_tokens import answer_tokens, output_token, refusal
+from services.worker.engines.emulated_tokens import answer_tokens, given_tokens, output_token, refusal
 from services.worker.kv.port import ExpectedImport, KvPort
 from services.worker.settings import WorkerSettings
 from services.worker.step_costs import kind_of
@@ -103,6 +105,7 @@ class EmulatedEngine:
         self._on_cache = on_cache
         self.policies = EnginePolicies()
         self._lanes: tuple[EmulatedLane, ...] = ()
+        self._woken = asyncio.Event()  # the room for exports may have changed
         self._tasks: list[asyncio.Task[None]] = []
         self.steps = StepLog()
 
@@ -173,6 +176,31 @@ class EmulatedEngine:
             lane.abort(request_id)
             lane.wake()
 
+    async def export_cached(self, request: EngineRequest, export: CacheExport) -> int:
+        return await self._stage(max(lane.cached_tokens(request) for lane in self._lanes), export)
+
+    async def export_running(self, request_id: str, export: CacheExport) -> int:
+        lane = self._lane_of(request_id)
+        return await self._stage(lane.computed_tokens(request_id), export) if lane is not None else 0
+
+    async def leave(self, request_id: str, export: CacheExport) -> Left | None:
+        lane = self._lane_of(request_id)
+        computed = await lane.leave(request_id) if lane is not None else None
+        return Left(await self._stage(computed, export), b"") if computed is not None else None
+
+    async def _stage(self, tokens: int, export: CacheExport) -> int:
+        """Wait for the room of an export of KV up to that token. Returns up to which it is staged."""
+        if tokens <= export.start:
+            return 0
+        export.announce(tokens - export.start)
+        while not export.has_room():
+            self._woken.clear()
+            await self._woken.wait()
+        return tokens
+
+    def _lane_of(self, request_id: str) -> "EmulatedLane | None":
+        return next((lane for lane in self._lanes if request_id in lane.requests), None)
+
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         for lane in self._lanes:
             if (request := lane.requests.get(request_id)) is not None:
@@ -180,6 +208,7 @@ class EmulatedEngine:
                 lane.wake()
 
     def wake(self) -> None:
+        self._woken.set()
         for lane in self._lanes:
             lane.wake()
 
@@ -265,6 +294,7 @@ class EmulatedLane:
         )
         self.requests: dict[str, EmulatedRequest] = {}  # all that are not finished, by id
         self._importing: dict[EmulatedRequest, float] = {}  # when the import is complete, in monotonic seconds
+        self._leaving: list[tuple[str, asyncio.Future[int | None]]] = []  # after the step under way
         self.preemptions = 0
         self.prompt_tokens = 0  # of all requests that started, where there is a prefix cache
         self.hit_tokens = 0  # of these, held by the prefix cache
@@ -289,23 +319,24 @@ class EmulatedLane:
         self.scheduler.limits = replace(self.scheduler.limits, batched_tokens=tokens, sequences=sequences)
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        prompt, handle, now = request.prompt_token_ids, request.import_from, time.monotonic()
+        given, handle, now = len(given_tokens(request)), request.import_from, time.monotonic()
         output_tokens, finish_reason = answer_tokens(request)
-        if output_tokens > (room := self.capacity_tokens - len(prompt)):
+        if output_tokens > (room := self.capacity_tokens - given):
             output_tokens, finish_reason = room, "length"
-        imported = min(handle.tokens, len(prompt) - 1) if handle is not None else 0
+        imported = min(handle.tokens, given - 1) if handle is not None else 0
         added = self.requests[request.request_id] = EmulatedRequest(
             request,
             sink,
             finish_reason,
-            tokens=len(prompt),
+            tokens=given,
             output_left=output_tokens,
             decodes=request.decodes,
             exports=bool(request.export_to),
             computed_tokens=imported,
             import_tokens=imported,
+            import_start=handle.start if handle is not None else 0,
             last_token_s=now,
-            prefix=self._block_names(request),
+            prefix=self._block_names(request, given_tokens(request)[:-1]),
         )
         self.scheduler.add(added)
         self.scheduler.admit_streams(now)
@@ -317,6 +348,40 @@ class EmulatedLane:
             self._importing.pop(request, None)
             self.scheduler.cancel(request)
 
+    # KV for other instances
+
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """Tokens of the request's prompt that the prefix cache holds."""
+        self.memory.trim_cache()
+        names = self._block_names(request, request.prompt_token_ids)
+        return len(self.memory.cached(names)) * self._limits.block_tokens
+
+    def computed_tokens(self, request_id: str) -> int:
+        """Tokens of a request whose KV is here; 0 where it has no blocks, or its import is under way."""
+        request = self.requests.get(request_id)
+        if request is None or request.state in (State.WAITING, State.RECEIVING):
+            return 0
+        if request.state is State.DECODING:
+            return self.scheduler.group.tokens_of(request) - 1
+        return request.computed_tokens
+
+    async def leave(self, request_id: str) -> int | None:
+        """Stop a request once the step under way has ended. Returns how many of its tokens were computed; None where it
+        has ended by then.
+        """
+        stopped: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._leaving.append((request_id, stopped))
+        self.wake()
+        return await stopped
+
+    def _stop_leaving(self) -> None:
+        """Between two steps. A request stays where its caller does not wait for it any more."""
+        leaving, self._leaving = self._leaving, []
+        for request_id, stopped in leaving:
+            if not stopped.done():
+                stopped.set_result(self.computed_tokens(request_id) if request_id in self.requests else None)
+                self.abort(request_id)
+
     # What the scheduler reports
 
     def admitted(self, request: EmulatedRequest, now: float) -> None:
@@ -326,7 +391,10 @@ class EmulatedLane:
             return
         request.has_started = True
         self._count_reuse(request)
-        if (handle := request.request.import_from) is not None:
+        handle = request.request.import_from
+        if handle is not None and request.cached_tokens < handle.start:
+            self._link.recompute(handle)
+        elif handle is not None:
             complete_mono = now + self._link.pull(handle, request.cached_tokens)
             if request.state is State.RECEIVING:
                 self._importing[request] = complete_mono
@@ -344,6 +412,7 @@ class EmulatedLane:
             for request in [request for request, ready in self._importing.items() if ready <= began]:
                 del self._importing[request]
                 self.scheduler.kv_arrived(request)
+            self._stop_leaving()
             step = self.scheduler.plan(began)
             self.memory.trim_cache()
             if not step.chunks and not step.has_decodes:
@@ -416,19 +485,18 @@ class EmulatedLane:
         """At the first start: what is not computed here, and what of the prompt is new to the prefix cache."""
         computed, created = request.computed_tokens, 0
         if self._limits.prefix_cache:
-            prompt, size = len(request.request.prompt_token_ids), self._limits.block_tokens
-            self.prompt_tokens += prompt
+            size = self._limits.block_tokens
+            self.prompt_tokens += request.tokens
             self.hit_tokens += request.cached_tokens
-            created = max(0, prompt // size * size - computed)
+            created = max(0, request.tokens // size * size - computed)
         request.reused = Reused(computed, created=created, imported=computed - request.cached_tokens)
 
-    def _block_names(self, request: EngineRequest) -> tuple[int, ...]:
-        """Names of the whole blocks of a prompt without its last token, which is always computed."""
+    def _block_names(self, request: EngineRequest, tokens: list[int]) -> tuple[int, ...]:
+        """Names of the whole blocks of these tokens, with which the request begins."""
         if not self._limits.prefix_cache:
             return ()
-        prompt, size = request.prompt_token_ids, self._limits.block_tokens
         salt, items = request.generation.cache_salt, request.generation.items
-        return block_hashes(prompt[:-1], salt, items=items, block_tokens=size, most=len(prompt))
+        return block_hashes(tokens, salt, items=items, block_tokens=self._limits.block_tokens, most=len(tokens))
 
     def _cache_blocks(self, request: EmulatedRequest, computed_tokens: int) -> None:
         """Whole blocks of computed tokens can be hit from now on."""
@@ -471,10 +539,11 @@ class EmulatedLink:
         self._width = bytes_of(dtype)
         self._free_s: dict[Link, float] = {}  # monotonic time from which a path, or the port, is idle
         self._reports: dict[str, TransferReport | None] = {}  # of expected imports; None: it has not begun
+        self._given_up: dict[str, asyncio.Event] = {}
 
     def pull(self, handle: KvHandle, held_tokens: int = 0) -> float:
         """Begin an import of the tokens that are not held here; seconds until it is complete."""
-        tokens = max(0, handle.tokens - held_tokens)
+        tokens = max(0, handle.tokens - max(handle.start, held_tokens))
         moved = wire_bytes(self._geometry, tokens, handle.codec, self._width)
         now, waits_s = time.monotonic(), 0.0
         link = self._paths.get(handle.instance_id, self._link)
@@ -489,9 +558,21 @@ class EmulatedLink:
             )
         return waits_s
 
-    def expect(self, transfer_id: str) -> None:
-        """Keep the report of that import until it is forgotten."""
+    def recompute(self, handle: KvHandle) -> None:
+        """An import is given up, because the tokens before its first one are not held here."""
+        if (given_up := self._given_up.pop(handle.transfer_id, None)) is not None:
+            given_up.set()
+        if handle.transfer_id in self._reports:
+            now_s, missing = time.time(), f"the KV of the first {handle.start} tokens is not here"
+            self._reports[handle.transfer_id] = TransferReport(
+                TransferOutcome.RECOMPUTED, started_s=now_s, ended_s=now_s, error=missing, transport="emulated"
+            )
+
+    def expect(self, transfer_id: str, given_up: asyncio.Event | None = None) -> None:
+        """Keep the report of that import until it is forgotten. given_up: is set if it is known to fail."""
         self._reports[transfer_id] = None
+        if given_up is not None:
+            self._given_up[transfer_id] = given_up
 
     def known(self, transfer_id: str) -> TransferReport | None:
         """The report of an expected import, if it has begun."""
@@ -499,6 +580,7 @@ class EmulatedLink:
 
     def forget(self, transfer_id: str) -> None:
         self._reports.pop(transfer_id, None)
+        self._given_up.pop(transfer_id, None)
 
 
 class EmulatedPort(KvPort):
@@ -509,8 +591,9 @@ class EmulatedPort(KvPort):
         self._link = link
 
     def expect(self, handle: KvHandle) -> ExpectedImport:
-        self._link.expect(handle.transfer_id)
-        return ExpectedImport(handle)
+        expected = ExpectedImport(handle)
+        self._link.expect(handle.transfer_id, expected.complete)
+        return expected
 
     def end(self, expected: ExpectedImport) -> None:
         self._link.forget(expected.handle.transfer_id)

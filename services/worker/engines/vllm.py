@@ -38,6 +38,7 @@ from services.worker.engines.base import (
     EngineRequest,
     EngineStats,
     HostTierStats,
+    KnownTokens,
     Left,
     Sink,
     StepLog,
@@ -47,9 +48,13 @@ from services.worker.engines.vllm_exports import CacheExports
 from services.worker.engines.vllm_observers import CacheWatch, StepObserver
 from services.worker.engines.vllm_patches import (
     FORCED,
+    RESUMED,
+    add_resumed,
     force_beside_drafts,
     make_stage_buffers,
     observe_steps,
+    resume_requests,
+    resumes_exactly,
     zero_imported_blocks,
 )
 from services.worker.engines.vllm_ranks import CoupledRanks
@@ -110,6 +115,7 @@ class VllmEngine:
         self._thread: threading.Thread | None = None
         self._step_began_mono = 0.0  # monotonic; 0: no step is under way
         self._with_adapter: dict[str, str] = {}  # requests in the engine, by their adapter's key
+        self._repeating: dict[str, KnownTokens] = {}  # requests that resume and generate the known tokens again
         self._leaving: dict[str, LoRARequest] = {}  # removed adapters that requests still have
         self._ranks: CoupledRanks | None = None  # where this engine computes together with others
         self._dead = False
@@ -273,6 +279,7 @@ class VllmEngine:
         self._core = InprocClient(config, Executor.get_class(config), log_stats=speculates)  # they count drafts
         make_stage_buffers(self._core.engine_core)
         force_beside_drafts(self._core.engine_core)
+        resume_requests(self._core.engine_core)
         self._scheduler = self._core.engine_core.scheduler
         zero_imported_blocks(self._scheduler)
         if self._ranks is not None:
@@ -290,7 +297,7 @@ class VllmEngine:
         self._cache.attach(self._scheduler, self._loop)
         core = self._core.engine_core
         self._hasher = core.request_block_hasher
-        self._exports = CacheExports(core, lambda request_id: b"")
+        self._exports = CacheExports(core)
         self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
@@ -343,12 +350,31 @@ class VllmEngine:
             self.steps.drafted(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
         if outputs.outputs:
             self._cache.count(outputs.outputs)
-            batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
+            batch = self._new_steps(outputs.outputs)
             for request_id, output in batch:
                 if output.finish_reason:
                     self._forget(request_id)
             self._loop.call_soon_threadsafe(self._deliver, batch)
         self._observer.ended()
+
+    def _new_steps(self, outputs: Sequence[Any]) -> list[tuple[str, TokenStep]]:
+        """The requests that have new tokens or have ended, with these."""
+        steps = [(output.request_id, token_step(output)) for output in outputs]
+        if not self._repeating:
+            return steps
+        new = [(request_id, self._new_part(request_id, step)) for request_id, step in steps]
+        return [(request_id, step) for request_id, step in new if step.tokens or step.finish_reason]
+
+    def _new_part(self, request_id: str, step: TokenStep) -> TokenStep:
+        known = self._repeating.get(request_id)
+        if known is None:
+            return step
+        try:
+            return known.without(step)
+        except EngineFailed as error:
+            if not step.finish_reason:
+                self._core.abort_requests([request_id])
+            return TokenStep([], finish_reason="error", stop_reason=str(error))
 
     def _join_pass(self, ranks: CoupledRanks) -> None:
         """Another rank computes, and this one has nothing to compute with it."""
@@ -393,9 +419,15 @@ class VllmEngine:
         if request.request_id not in self._sinks:
             return  # aborted before the engine saw it
         try:
+            if request.resumes and not self._requests.resumes(request):
+                self._repeating[request.request_id] = KnownTokens(request.forced_tokens)
+                request = msgspec.structs.replace(request, resumes=False)
             core_request = self._requests.make(request)
             self._scheduling.add(request)
-            self._core.add_request(core_request)
+            if request.resumes:
+                add_resumed(self._core.engine_core, core_request)
+            else:
+                self._core.add_request(core_request)
             if adapter := request.generation.adapter:
                 self._with_adapter[request.request_id] = adapter
         except Exception as error:  # whatever vLLM raises: one request must not fail the others
@@ -417,6 +449,7 @@ class VllmEngine:
     def _forget(self, request_id: str) -> None:
         """The request has left the engine."""
         self._scheduling.forget(request_id)
+        self._repeating.pop(request_id, None)
         adapter = self._with_adapter.pop(request_id, None)
         if adapter is not None and adapter in self._leaving and adapter not in self._with_adapter.values():
             self._drop_adapter(self._leaving.pop(adapter))
@@ -577,11 +610,22 @@ class CoreRequests:
         self.adapters = adapters
         self._digests = digests
         self._media = media or MediaFeatures()
-        self._model, self._speculative = config.model_config, config.speculative_config
+        self._config, self._model, self._speculative = config, config.model_config, config.speculative_config
         self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
         self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
         self._sampling = msgspec.msgpack.Decoder(SamplingParams)
         self._sent = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+
+    def resumes(self, request: EngineRequest) -> bool:
+        """Whether the engine goes on exactly after the request's known tokens, without generating them again. Raises
+        MsgspecError for what cannot be decoded.
+        """
+        known = len(request.forced_tokens)
+        if not 0 < known < request.max_tokens:
+            return False
+        if len(request.prompt_token_ids) + known >= self._model.max_model_len:
+            return False
+        return resumes_exactly(self._config, self._sampling.decode(request.generation.sampling), request.state)
 
     def make(self, request: EngineRequest) -> EngineCoreRequest:
         """Raises ValueError, TypeError, VLLMValidationError or MsgspecError for what no engine can compute."""
@@ -597,9 +641,13 @@ class CoreRequests:
         if not request.wants_token:
             params.structured_outputs = None
         extra = dict(params.extra_args or {})
-        for name in ("kv_transfer_params", FORCED):  # a client may not set them
+        for name in ("kv_transfer_params", FORCED, RESUMED):  # a client may not set them
             extra.pop(name, None)
-        if request.forced_tokens:
+        if request.resumes:
+            extra[RESUMED] = {"tokens": request.forced_tokens, "state": request.state}
+            if params.prompt_logprobs is not None:  # the client has them; vLLM reads no prefix cache for their sake
+                params.prompt_logprobs, params.skip_reading_prefix_cache = None, False
+        elif request.forced_tokens:
             extra[FORCED] = request.forced_tokens
         transfers: dict[str, Any] = {}
         if request.export_to:

@@ -10,16 +10,25 @@ default for GPUs. `tests/e2e/test_releases.py` lets both releases serve together
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any, Protocol
 
+import msgspec
+import torch
+import vllm
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.sampling_params import SamplingType
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
@@ -27,7 +36,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
-FORCED = "polyphase_forced_tokens"  # of a request's `extra_args`
+FORCED, RESUMED = "polyphase_forced_tokens", "polyphase_resumed"  # of a request's `extra_args`
 Limit = Callable[[Request, int, int], int]  # of a request, its computed tokens, and those of the chunk
 
 
@@ -312,3 +321,198 @@ def _only(logits: Any, wanted: dict[int, int]) -> Any:
         logits[rows] = float("-inf")
         logits[rows, tokens] = 0.0
     return logits
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """RESUMED of a request whose answer has begun in another engine: its tokens, and `sampling_state` after them."""
+
+    tokens: list[int]
+    state: bytes = b""
+
+
+class SamplerState(msgspec.Struct, frozen=True):
+    """What a sampler keeps of a request besides its tokens. engine: see `_sampler_kind`. generator: of a seeded
+    request. thinking: of one with a thinking budget: where in its reasoning the answer is.
+    """
+
+    engine: str
+    generator: bytes = b""
+    thinking: dict[str, Any] | None = None
+
+
+def resume_requests(core: Any) -> None:
+    """Have a started engine core go on with requests that have RESUMED as with those that it has preempted.
+
+    vLLM's scheduler and its second model runner keep nothing of a preempted request but its tokens. Its first model
+    runner keeps the request, and is given what it would have kept. A grammar accepts the tokens as soon as it is
+    compiled, in the thread in which it is.
+    """
+    _advance_grammars(core.structured_output_manager)
+    if not core.vllm_config.use_v2_model_runner:
+        core.model_executor.collective_rpc(_resume_requests)
+
+
+def resumes_exactly(config: VllmConfig, params: SamplingParams, state: bytes) -> bool:
+    """Whether an answer goes on after its tokens as it would have in the engine that gave them and this state.
+
+    Not with drafts in the first model runner, which draw from a request's generator, nor with logits processors of
+    others, which may keep anything. A seed, or a thinking budget, needs its state, of the same kind of engine. With
+    drafts in the second model runner, a seeded answer may take another course where the drafts are others.
+    """
+    if config.speculative_config is not None and not config.use_v2_model_runner:
+        return False
+    ours = (ForcedTokens, ForcedTokensV2)
+    if _has_plugins() or any(each not in ours for each in config.model_config.logits_processors or ()):
+        return False
+    seeded, budget = _kept(params)
+    if not (seeded or budget):
+        return True
+    if not state:
+        return False
+    found = msgspec.msgpack.decode(state, type=SamplerState)
+    if found.engine != _sampler_kind(config):
+        return False
+    lacks = (seeded and not found.generator) or (budget and found.thinking is None)
+    return config.use_v2_model_runner or not lacks
+
+
+def add_resumed(core: Any, core_request: EngineCoreRequest) -> None:
+    """Add a request that has RESUMED to an engine core."""
+    request, wave = core.preprocess_add_request(core_request)
+    resumed = _resumed(request.sampling_params)
+    assert resumed is not None
+    request.append_output_token_ids(resumed.tokens)
+    # vLLM asserts that no more than the prompt is found in caches; the engine that began the answer has reported it.
+    request.prefill_stats = None
+    core.add_request(request, wave)
+
+
+def sampling_state(core: Any, request_id: str) -> bytes:
+    """The state of a request's sampler after all tokens that the engine core has given out. No step of the request may
+    be under way. Empty for most requests: their tokens are all the state they have.
+    """
+    request = core.scheduler.requests[request_id]
+    config, params, resumed = core.vllm_config, request.sampling_params, _resumed(request.sampling_params)
+    if not any(_kept(params)):
+        return b""
+    if resumed is not None and request.num_output_tokens == len(resumed.tokens):
+        return resumed.state  # nothing was drawn since, and the ranks may not know the request yet
+    state = SamplerState(_sampler_kind(config))
+    if not config.use_v2_model_runner:  # the second model runner draws by seed and position, and scans the tokens
+        generator, thinking = core.model_executor.collective_rpc(_sampler_state, args=(request_id,))[-1]
+        state = SamplerState(state.engine, generator, thinking)
+    return msgspec.msgpack.encode(state)
+
+
+@cache
+def _has_plugins() -> bool:
+    """Whether a package is installed that adds logits processors to every engine."""
+    return bool(entry_points(group=LOGITSPROCS_GROUP))
+
+
+def _kept(params: SamplingParams) -> tuple[bool, bool]:
+    """Whether the sampler keeps a generator for the request, and a thinking budget."""
+    return params.sampling_type == SamplingType.RANDOM_SEED, params.thinking_token_budget is not None
+
+
+def _sampler_kind(config: VllmConfig) -> str:
+    """Engines of one kind go on with each other's state."""
+    runner = "v2" if config.use_v2_model_runner else "v1"
+    return f"vllm {vllm.__version__} {runner} {config.device_config.device_type}"
+
+
+def _resumed(params: SamplingParams | None) -> Resumed | None:
+    given = (params.extra_args or {}).get(RESUMED) if params is not None else None
+    return msgspec.convert(given, Resumed) if given is not None else None
+
+
+def _advance_grammars(manager: Any) -> None:
+    create = manager._create_grammar
+
+    def created(request: Request) -> Any:
+        grammar = create(request)
+        if (resumed := _resumed(request.sampling_params)) is not None:
+            _accept(manager, request, grammar, resumed.tokens)
+        return grammar
+
+    manager._create_grammar = created
+
+
+def _accept(manager: Any, request: Request, grammar: Any, tokens: list[int]) -> None:
+    """Have the grammar accept these tokens one by one, as they came, with reasoning left out as vLLM leaves it out.
+
+    Meanwhile vLLM may set the request's grammar, to a future that is not done: a copy of the request is used.
+    """
+    ours, seen = request.structured_output_request, list(request.prompt_token_ids or ())
+    known = SimpleNamespace(
+        request_id=request.request_id,
+        use_structured_output=True,
+        structured_output_request=replace(ours, _grammar=grammar),
+        prompt_token_ids=request.prompt_token_ids,
+        all_token_ids=seen,
+    )
+    for token in tokens:
+        seen.append(token)
+        if not manager.accept_tokens(known, [token]):
+            raise ValueError(f"the grammar does not accept token {token} of the answer so far")
+    ours.reasoning_ended = known.structured_output_request.reasoning_ended
+    ours.reasoner = known.structured_output_request.reasoner
+
+
+_THINKING = "polyphase_thinking"  # of a CachedRequestState that is not in the batch
+_NOT_STATE = ("prompt_tok_ids", "output_tok_ids", "spec_token_ids")
+
+
+def _resume_requests(worker: Any) -> None:
+    """Give the first model runner the tokens of a request that resumes, before it is in the batch, and its state."""
+    runner = worker.model_runner
+    batch, holder = runner.input_batch, runner.input_batch.thinking_budget_state_holder
+    add, remove = batch.add_request, batch.remove_request
+
+    def add_request(request: Any) -> Any:
+        resumed = _resumed(request.sampling_params)
+        if resumed is not None and not request.output_token_ids:
+            request.output_token_ids.extend(resumed.tokens)
+            if request.generator is not None:
+                state = msgspec.msgpack.decode(resumed.state, type=SamplerState)
+                request.generator.set_state(torch.frombuffer(bytearray(state.generator), dtype=torch.uint8))
+        return add(request)
+
+    def remove_request(name: str) -> Any:
+        """A request that pauses leaves the batch, and vLLM forgets where in its reasoning it was."""
+        kept = holder._state.get(batch.req_id_to_index.get(name)) if holder is not None else None
+        if kept is not None and name in runner.requests:
+            setattr(runner.requests[name], _THINKING, kept)
+        return remove(name)
+
+    batch.add_request, batch.remove_request = add_request, remove_request
+    if holder is not None:
+        _resume_thinking(holder)
+
+
+def _resume_thinking(holder: Any) -> None:
+    sync = holder.sync_batch
+
+    def sync_batch(update: BatchUpdate | None) -> None:
+        sync(update)
+        for _, params, _, output in update.added if update is not None else ():
+            resumed = _resumed(params)
+            if resumed is None or len(output) != len(resumed.tokens) or params.thinking_token_budget is None:
+                continue
+            state = msgspec.msgpack.decode(resumed.state, type=SamplerState)
+            for entry in holder._state.values():
+                if entry["output_tok_ids"] is output:  # rows may have moved since they were added
+                    entry.update(state.thinking)
+
+    holder.sync_batch = sync_batch
+
+
+def _sampler_state(worker: Any, request_id: str) -> tuple[bytes, dict[str, Any] | None]:
+    """In the first model runner; of ranks in other stages than the last one it has no meaning."""
+    runner = worker.model_runner
+    request, batch = runner.requests[request_id], runner.input_batch
+    generator = request.generator.get_state().numpy().tobytes() if request.generator is not None else b""
+    holder, row = batch.thinking_budget_state_holder, batch.req_id_to_index.get(request_id)
+    kept = getattr(request, _THINKING, None) if row is None or holder is None else holder._state.get(row)
+    thinking = {name: value for name, value in kept.items() if name not in _NOT_STATE} if kept is not None else None
+    return generator, thinking

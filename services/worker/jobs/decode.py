@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.worker.engines.base import FAILED, Engine, EngineRequest, failure
+from services.worker.engines.base import FAILED, Engine, EngineRequest, KnownTokens, failure
 from services.worker.jobs.roles import RoleState
 from services.worker.kv import holds_exact_kv, import_salt
 from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import InstanceInfo, Promised, Role
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
-from shared.domain.prompt import unpacked
-from shared.errors import EngineFailed, NoRoom, NotFound
+from shared.domain.prompt import length, unpacked
+from shared.errors import Conflict, EngineFailed, NoRoom, NotFound
 from shared.policy.decode_admission import (
     Ahead,
     ahead_of,
@@ -41,18 +41,17 @@ from shared.wire.messages import (
     PullRequest,
     Reused,
     TokenStep,
-    decode_rows,
-    encode_rows,
 )
 from shared.wire.rpc_server import ServerCall
 
 LOOK_S = 0.25  # between two looks for jobs that should migrate
 BESIDE_S = 0.1  # how long a summary of all jobs is used
+DRAIN_NEWS_S = 2.0  # between two notices of a drain to a decode that is still here: there may be room for it by then
 
 
 @dataclass(slots=True, eq=False)
 class _Decode:
-    """One job. `uncomputed`: prompt tokens to prefill here, 0 from its first token on."""
+    """One job. `uncomputed`: tokens to prefill here, 0 from its first one on."""
 
     request: DecodeRequest
     call: ServerCall
@@ -74,24 +73,6 @@ class _Decode:
         view, held = self.request.job, self.context_tokens
         given = held - self.request.prompt_tokens
         return held, remaining_tokens(given, view.answer_tokens or view.max_tokens, view.max_tokens)
-
-
-class _KnownTokens:
-    """The beginning of an answer, which its client has: the engine generates it again, and it is not sent again."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._left = tokens
-
-    def without(self, step: TokenStep) -> TokenStep:
-        """The new part of the step. Raises EngineFailed where the engine gave other tokens than the known ones."""
-        if not self._left:
-            return step
-        count = min(len(self._left), len(step.tokens))
-        if step.tokens[:count] != self._left[:count]:
-            raise EngineFailed("the engine did not repeat the tokens that the client has; the answer cannot go on")
-        self._left = self._left[count:]
-        logprobs = step.logprobs and encode_rows(decode_rows(step.logprobs).after(count))
-        return TokenStep(step.tokens[count:], step.finish_reason, step.stop_reason, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +112,8 @@ class DecodeService:
         self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that arrived since
         self._shared_each = 0.0  # tokens of each job in blocks that it shares, as of then
         self._expected: dict[str, _Expected] = {}  # by transfer
+        self._drain_news: asyncio.TimerHandle | None = None
+        roles.on_drain = self._let_all_leave
 
     @property
     def active(self) -> int:
@@ -264,13 +247,15 @@ class DecodeService:
         """Tokens of KV that a job takes when it starts, and those of its answer, for which room is kept."""
         saved = request.saved if isinstance(request, DecodeRequest) else 0
         view, shared = request.job, min(saved, int(self._shared_each))
-        return max(1, request.prompt_tokens - shared), view.answer_tokens or max(1, view.max_tokens)
+        held = _known_tokens(request) if isinstance(request, DecodeRequest) else request.prompt_tokens
+        left = (view.answer_tokens or view.max_tokens) - (held - request.prompt_tokens)
+        return max(1, held - shared), max(1, left)
 
     async def _admitted(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         self._sequence += 1
         request_id = f"{request.job.job_id}#d{self._sequence}"
         imported = self._kv.expect(request.handle) if request.handle is not None else None
-        job = self._active[request_id] = _Decode(request, call, request.prompt_tokens, _to_prefill(request), imported)
+        job = self._active[request_id] = _Decode(request, call, _known_tokens(request), _to_prefill(request), imported)
         self._ahead = with_job(self._ahead, *self._room_of(request), self._info().block_size)
         try:
             # Only now, when the job counts: no other job may pass the check of the room meanwhile.
@@ -288,7 +273,7 @@ class DecodeService:
 
     async def _run(self, request_id: str, job: _Decode) -> DecodeReply:
         request, call, loop = job.request, job.call, asyncio.get_running_loop()
-        known = _KnownTokens(unpacked(request.known))
+        known = KnownTokens([] if request.resumes else unpacked(request.known))
         ended: asyncio.Future[TokenStep | Handover] = loop.create_future()
         job.ended = ended
         queued_s = time.time()
@@ -368,6 +353,30 @@ class DecodeService:
         slow = leaves_for_speed(stayers, token_s / gain, now_mono) if not leavers else None
         if slow is not None:
             self._ask_to_leave(self._active[slow], Leave(LeaveCause.TPOT, tpot_s=token_s / gain))
+
+    def move(self, job_id: str, to: str = "") -> None:
+        """Ask the gateway of a job to have it migrate to `to`, or to any instance.
+
+        Raises NotFound for a job that does not decode here, Conflict for one that cannot migrate.
+        """
+        job, here = self.find(job_id).job, self._info().instance_id
+        if to == here:
+            raise Conflict(f"{job_id} decodes on {to} already")
+        if not job.request.tell_leaves:
+            raise Conflict(f"{job_id} stays on {here}: its gateway does not migrate it")
+        self._ask_to_leave(job, Leave(LeaveCause.OPERATOR, to))
+
+    def _let_all_leave(self) -> None:
+        """A drain has begun, or goes on: ask gateways to have their jobs migrate."""
+        if self._drain_news is not None:
+            self._drain_news.cancel()
+            self._drain_news = None
+        if not self._roles.draining or not self._active:
+            return
+        for job in self._active.values():
+            if job.request.tell_leaves:
+                self._ask_to_leave(job, Leave(LeaveCause.DRAIN))
+        self._drain_news = asyncio.get_running_loop().call_later(DRAIN_NEWS_S, self._let_all_leave)
 
     def _ask_to_leave(self, job: _Decode, leave: Leave) -> None:
         job.asked_mono = time.monotonic()
@@ -457,10 +466,15 @@ class RunningDecode:
         return msgspec.structs.replace(handle, start=start, salt=self.job.salt)
 
 
+def _known_tokens(request: DecodeRequest) -> int:
+    """Tokens after which the engine goes on: of the prompt, and of an answer that has begun in another engine."""
+    return request.prompt_tokens + (length(request.known) if request.resumes else 0)
+
+
 def _to_prefill(request: DecodeRequest) -> int:
-    """Prompt tokens without KV, except for the last one: its step is the first decode."""
+    """Of these, tokens without KV, except for the last one: its step is the first decode."""
     imported = request.handle.tokens if request.handle is not None else 0
-    return max(0, request.prompt_tokens - 1 - max(imported, request.saved))
+    return max(0, _known_tokens(request) - 1 - max(imported, request.saved))
 
 
 def _engine_request(
@@ -478,6 +492,8 @@ def _engine_request(
         max_tokens=request.job.max_tokens,
         import_from=handle,
         forced_tokens=unpacked(request.known),
+        resumes=request.resumes,
+        state=request.state,
         entered=entered,
         preempted=preempted,
     )

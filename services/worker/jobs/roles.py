@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shared.domain.instance import Role
@@ -25,6 +25,7 @@ class RoleState:
         self._inflight = 0
         self._settled = asyncio.Event()  # no job is left, or the drain was cancelled
         self.flips = 0
+        self.on_drain: Callable[[], None] = lambda: None  # called when a drain begins
         self.epoch = 0  # of the monitor that is obeyed; it only rises
         self._accepted: deque[tuple[float, int]] = deque()  # when (monotonic), and the mark of the job
 
@@ -79,6 +80,7 @@ class RoleState:
             raise InvalidRequest(f"timeout_s must be 0 or more, got {timeout_s}")
         started = time.monotonic()
         self.draining = True
+        self.on_drain()
         if self._inflight:
             self._settled.clear()
             try:

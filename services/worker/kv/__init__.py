@@ -35,6 +35,7 @@ class KvFault(StrEnum):
     CANCELLED = "cancelled"
     UNSALTED = "unsalted"  # KV that this engine would not have computed, for a request whose blocks others could find
     SKIPPED = "skipped"  # the engine did not want external KV for this request
+    GAP = "gap"  # the engine has not the tokens before the first one of the handle
     STOPPED = "stopped"  # this side is shutting down
     INTERNAL = "internal"
 

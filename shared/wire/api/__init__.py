@@ -21,11 +21,12 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]  # as `shared.
 
 
 class OperationKind(StrEnum):
-    """What can be done to an instance."""
+    """What can be done to an instance, or to a request on one."""
 
     FLIP = "flip"
     DRAIN = "drain"
     RESUME = "resume"
+    MOVE = "move"
 
 
 class Origin(StrEnum):
@@ -48,11 +49,13 @@ class OperationResult(StrEnum):
 
 
 class Operation(Struct):
-    """A flip, drain or resume: the monitor's `GET /flips` and `GET /operations/{id}`, and a row of the table `flips`.
+    """A flip, drain, resume or move: the monitor's `GET /flips` and `GET /operations/{id}`, and a row of the table
+    `flips`.
 
     Durations are seconds, None for a step that was not reached; `started_s` is unix time. flip_s: from the end of the
     drain until the instance serves in its new role; None if it does not. why: the reasons of a policy
-    or of the planner; None for an operator. code: of the error.
+    or of the planner; None for an operator. code: of the error. job_id, to_instance: the request of a move, and where
+    it is to go, empty for any instance; `instance_id` is then where it decoded, empty if that was not found.
     """
 
     operation_id: str
@@ -71,6 +74,13 @@ class Operation(Struct):
     error: str = ""
     code: str | None = None
     origin: Origin = Origin.OPERATOR
+    job_id: str = ""
+    to_instance: str = ""
+
+    @property
+    def subject(self) -> str:
+        """What is operated: a request or an instance."""
+        return self.job_id or self.instance_id
 
 
 class EventKind(StrEnum):

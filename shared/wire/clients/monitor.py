@@ -67,11 +67,11 @@ class MonitorClient(JsonClient):
     ) -> Operation:
         """Give the instance no new work and wait for its accepted work. Raises as `flip` does."""
         body = {"force": force, "timeout_s": timeout_s}
-        return await self._operate(instance_id, "drain", body, timeout_s, who, operation_id)
+        return await self._operate(f"/instances/{instance_id}/drain", body, timeout_s, who, operation_id)
 
     async def resume(self, instance_id: str, *, who: str = "", operation_id: str = "") -> Operation:
         """Give the instance work again."""
-        return await self._operate(instance_id, "resume", {}, 0.0, who, operation_id)
+        return await self._operate(f"/instances/{instance_id}/resume", {}, 0.0, who, operation_id)
 
     async def flip(
         self,
@@ -92,7 +92,17 @@ class MonitorClient(JsonClient):
         body = {"force": force, "drain_timeout_s": drain_timeout_s, "why": why, "to_role": to}
         if origin is not None:  # by default an operator's
             body["origin"] = origin
-        return await self._operate(instance_id, "flip", body, drain_timeout_s, who, operation_id)
+        return await self._operate(f"/instances/{instance_id}/flip", body, drain_timeout_s, who, operation_id)
+
+    async def move(self, job_id: str, *, to: str = "", who: str = "", operation_id: str = "") -> Operation:
+        """Let a request that decodes go on at the instance `to`, or at any. Its gateway moves it, or does not, later.
+
+        Raises NotFound for an unknown request or instance; Conflict for a request that does not decode or whose gateway
+        migrates none, and for an instance that is not ready to decode; Unavailable where an instance that may have it
+        does not answer; OutcomeUnknown without an answer of the monitor.
+        """
+        body = {"to": to or None}
+        return await self._operate(f"/requests/{job_id}/move", body, 0.0, who, operation_id)
 
     async def operation(self, operation_id: str) -> Operation:
         """The state of an operation. Raises NotFound for one that did not arrive."""
@@ -103,7 +113,7 @@ class MonitorClient(JsonClient):
         await self.call("DELETE", f"/instances/{instance_id}", dict[str, str], headers=acting_as(who))
 
     async def flips(self, limit: int = 100) -> list[Operation]:
-        """The log of flips, drains and resumes, newest first."""
+        """The log of flips, drains, resumes and moves, newest first."""
         return await self.get("/flips", list[Operation], limit=limit)
 
     async def events(
@@ -196,22 +206,17 @@ class MonitorClient(JsonClient):
         """A summary for dashboards."""
         return await self.get("/cluster", ClusterSummary)
 
-    async def _operate(
-        self, instance_id: str, what: str, body: dict[str, Any], wait_s: float, who: str, operation_id: str
-    ) -> Operation:
+    async def _operate(self, path: str, body: dict[str, Any], wait_s: float, who: str, operation_id: str) -> Operation:
+        """path: ends with what is operated, and how."""
         operation_id, limit_s = operation_id or uuid.uuid4().hex, wait_s + SLACK_S
         terms = {"operation_id": operation_id, "deadline_s": time.time() + limit_s}
         try:
             return await self.call(
-                "POST",
-                f"/instances/{instance_id}/{what}",
-                Operation,
-                body={**body, **terms},
-                headers=acting_as(who),
-                timeout_s=limit_s + ANSWER_S,
+                "POST", path, Operation, body={**body, **terms}, headers=acting_as(who), timeout_s=limit_s + ANSWER_S
             )
         except (DeadlineExceeded, Unavailable) as error:
             if not unanswered(error):
                 raise
-            message = f"whether the {what} of {instance_id} was carried out is unknown: {error.message}"
+            *_, subject, what = path.split("/")
+            message = f"whether the {what} of {subject} was carried out is unknown: {error.message}"
             raise OutcomeUnknown(message, operation_id=operation_id) from error

@@ -22,6 +22,7 @@ from shared.errors import (
     Standby,
     Unavailable,
 )
+from shared.store.tables import requests
 from shared.wire.api import OperationKind
 from shared.wire.clients import monitor as monitor_client
 from shared.wire.clients.monitor import MonitorClient
@@ -30,6 +31,7 @@ from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.cluster_monitor.test_processes import process
 from tests.services.control_plane import request, sqlite, until
 from tests.services.fake_worker import FakeWorker, fake_worker, make_info
+from tests.shared.store.rows import request_row
 
 
 async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> None:
@@ -255,6 +257,86 @@ async def test_a_monitor_whose_turn_ended_meanwhile_reports_no_success(
     assert operations.describe(asked.operation_id).result == "unknown"
 
 
+async def test_a_request_is_moved_by_the_instance_on_which_it_decodes(cluster: Cluster) -> None:
+    first, second, _ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE, p0=Role.PREFILL)
+    second.jobs["job-1"] = None
+    anywhere = await cluster.client.move("job-1", who="tester")
+    named = await cluster.client.move("job-1", to="d0", who="tester", operation_id="mine")
+    assert (first.calls, second.calls) == ([], ["move job-1", "move job-1 d0"])
+    assert (named.kind, named.result, named.who) == ("move", "succeeded", "tester")
+    assert (named.job_id, named.to_instance, named.instance_id, named.generation) == ("job-1", "d0", "d1", 1)
+    assert (anywhere.to_instance, anywhere.total_s is not None) == ("", True)
+    assert await cluster.client.flips() == [named, anywhere]
+    assert await cluster.client.move("job-1", to="d0", operation_id="mine") == named
+    assert len(second.calls) == 2
+    with pytest.raises(Conflict, match="'mine' is a move of job-1"):
+        await cluster.client.move("job-2", operation_id="mine")
+
+
+async def test_a_request_on_an_instance_that_drains_can_be_moved(cluster: Cluster) -> None:
+    worker, _ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE)
+    worker.jobs["job-1"] = None
+    worker.drain_gate = asyncio.Event()
+    draining = asyncio.ensure_future(cluster.client.drain("d0", timeout_s=20))
+    await until(lambda: "drain" in worker.calls, "draining")
+    assert (await cluster.client.move("job-1")).instance_id == "d0"
+    worker.drain_gate.set()
+    await draining
+
+
+async def test_moves_are_refused_with_the_culprit_and_are_in_the_audit(cluster: Cluster) -> None:
+    worker, *_ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE, p0=Role.PREFILL)
+    worker.jobs["fixed"] = Conflict("fixed stays on d0: its gateway does not migrate it")
+    await until(cluster.store.ready.is_set, "the schema is there", timeout_s=30)
+    cluster.store.put(requests, request_row("waits", phase="prefill"))
+    cluster.store.put(requests, request_row("over", phase="completed", final=True, outcome="stop"))
+    await until(lambda: not cluster.store.queued, "rows on record", timeout_s=30)
+    await cluster.client.drain("d1", timeout_s=5.0)
+    await cluster.wait_state("d1", InstanceState.DRAINING)
+    for job_id, to, error, why in (
+        ("fixed", "", Conflict, "fixed stays on d0: its gateway does not migrate it"),
+        ("fixed", "d7", NotFound, "no instance 'd7'"),
+        ("fixed", "d1", Conflict, "d1 cannot take fixed over: it is draining"),
+        ("fixed", "p0", Conflict, "p0 cannot take fixed over: it is a prefill instance"),
+        ("waits", "", Conflict, "waits does not decode at the moment: its last reported phase is prefill"),
+        ("over", "", Conflict, "over has ended: stop"),
+        ("nobody", "d0", NotFound, "no request 'nobody' decodes on any instance, and none is known by this id"),
+    ):
+        with pytest.raises(error, match=why):
+            await cluster.client.move(job_id, to=to)
+        newest = (await cluster.client.flips())[0]
+        assert (newest.kind, newest.job_id, newest.to_instance) == ("move", job_id, to)
+        assert (newest.result, newest.code) == ("refused", error.code)
+        event = (await cluster.client.events(limit=1))[0]
+        assert (event.kind, event.job_id, event.operation_id) == ("operation_refused", job_id, newest.operation_id)
+        assert event.text.startswith(f"move of {job_id} by ")
+    assert worker.calls == ["move fixed"]
+
+
+async def test_with_one_instance_that_decodes_there_is_nowhere_to_move(cluster: Cluster) -> None:
+    await cluster.workers(d0=Role.DECODE, p0=Role.PREFILL)
+    with pytest.raises(Conflict, match="job-1 cannot move: there is no other instance that is ready to decode"):
+        await cluster.client.move("job-1")
+    await ranks_of_its_own(cluster)
+    with pytest.raises(NotFound, match=r"no instance 'd'; name one of its data-parallel ranks: d\.0"):
+        await cluster.client.move("job-1", to="d")
+
+
+async def ranks_of_its_own(cluster: Cluster) -> None:
+    await cluster.worker("d.0", Role.DECODE, info=make_info("d.0", free_address(), rank_of="d"))
+    await cluster.wait_ready("d.0", Role.DECODE)
+
+
+async def test_an_instance_that_does_not_answer_may_have_the_request(start: Start) -> None:
+    cluster: Cluster = await start(rpc_timeout_s=0.2)
+    worker, _ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE)
+    worker.move_gate = asyncio.Event()
+    with pytest.raises(Unavailable, match=r"no instance found that decodes job-1; without an answer: d0 \("):
+        await cluster.client.move("job-1")
+    assert (await cluster.client.flips())[0].result == "failed"
+    worker.move_gate.set()
+
+
 async def test_the_same_id_again_is_the_same_operation(cluster: Cluster) -> None:
     worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     worker.drain_gate = asyncio.Event()
@@ -287,8 +369,9 @@ async def test_a_failure_and_a_refusal_are_told_again_as_they_were(cluster: Clus
 async def test_what_arrives_after_its_deadline_is_not_begun(cluster: Cluster) -> None:
     worker, _ = await cluster.workers(d0=Role.DECODE, d1=Role.DECODE)
     late = {"operation_id": "late", "deadline_s": time.time() - 3}
-    for what in ("drain", "flip", "resume"):
-        answer = await request(cluster.transport, "POST", f"/instances/d0/{what}", {**late, "operation_id": what})
+    for what in ("drain", "flip", "resume", "move"):
+        path = "/requests/job-1/move" if what == "move" else f"/instances/d0/{what}"
+        answer = await request(cluster.transport, "POST", path, {**late, "operation_id": what})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, DeadlineExceeded.code)
         assert "s after its deadline, and nothing was done" in answer.json()["error"]["message"]
         assert (await cluster.client.operation(what)).result == "expired"

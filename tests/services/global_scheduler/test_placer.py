@@ -3,12 +3,14 @@ from collections import Counter
 
 import pytest
 import zmq
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from services.global_scheduler.placer import SchedulerMetrics
 from shared.domain.instance import InstanceState, Role
 from shared.domain.job import JobView, Phase
 from shared.domain.policies import ROUTING, PolicySet
-from shared.domain.route import PolicySpec
+from shared.domain.route import InstanceRef, PolicySpec, PrefixPull, Route
 from shared.errors import InvalidRequest, PeerLost, Stays, Unavailable
 from tests.ports import free_address
 from tests.services.control_plane import text, until
@@ -71,6 +73,17 @@ async def test_a_paused_job_that_stays_is_neither_placed_nor_refused(scheduler: 
     metrics = await text(scheduler.transport, "/metrics")
     assert "polyphase_scheduler_refused_total{" not in metrics
     assert 'polyphase_scheduler_placements_total{kind="full"} 2.0' in metrics
+
+
+def test_pulls_and_their_tokens_are_counted() -> None:
+    registry, where = CollectorRegistry(), [InstanceRef(name, 1, "") for name in "pdh"]
+    metrics = SchedulerMetrics(registry)
+    pull = PrefixPull(where[2], 1_024)
+    metrics.placed(Route(where[0], where[1], 1_100, "adaptive", prefill_saved=512, decode_saved=1_024, pull=pull), 0.1)
+    metrics.placed(Route(None, where[1], 0, "adaptive", decode_saved=256, pull=pull), 0.1)
+    metrics.placed(Route(None, where[1], 0, "adaptive", decode_saved=256), 0.1)
+    assert registry.get_sample_value("polyphase_scheduler_prefix_pulls_total") == 2
+    assert registry.get_sample_value("polyphase_scheduler_prefix_pull_tokens_total") == 512 + 768
 
 
 async def test_nobody_there_and_impossible_are_kept_apart(scheduler: Scheduler) -> None:

@@ -11,7 +11,15 @@ import pytest
 from rich.console import Console
 
 from services.launcher import events
-from services.launcher.events import EventFilter, Explained, RequestFilter, find_request, show_explanation, waterfall
+from services.launcher.events import (
+    EventFilter,
+    Explained,
+    RequestFilter,
+    find_job,
+    find_request,
+    show_explanation,
+    waterfall,
+)
 from shared.domain.instance import Role
 from shared.domain.job import NAME_CHARS, Phase, job_name
 from shared.domain.route import Reason
@@ -280,6 +288,11 @@ class Scheduler:
     async def search(self, **_: object) -> RequestPage:
         return RequestPage([])
 
+    async def request(self, job_id: str) -> StoredRequest:
+        if job_id not in self.ids:
+            raise NotFound(job_id)
+        return row(job_id)
+
     async def timeline(self, job_id: str) -> RequestTimeline:
         if job_id not in self.ids:
             raise NotFound(job_id)
@@ -293,4 +306,5 @@ async def test_a_request_is_found_by_the_id_that_its_client_sent(monkeypatch: py
     monkeypatch.setattr(Scheduler, "ids", ids)
     monkeypatch.setattr("services.launcher.events.SchedulerAdmin", Scheduler)
     found = (await find_request(["http://127.0.0.1:9"], wanted)).timeline.job_id
+    assert found == await find_job(["http://127.0.0.1:9"], wanted)
     assert found == next(each for each in ids if each == wanted or job_name(wanted)[:100] in each)

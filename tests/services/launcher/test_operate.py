@@ -16,10 +16,10 @@ from services.launcher import cli, operate, suite
 from services.launcher.operate import change_of, reset_of, show_policies
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
-from shared.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, PolyphaseError
+from shared.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, PolyphaseError, Unavailable
 from shared.policy import registry
 from shared.wire.api import Operation
-from shared.wire.api.monitor import PoliciesInForce, PolicyChange, PolicyChoice, PolicyFollower
+from shared.wire.api.monitor import InstanceRow, PoliciesInForce, PolicyChange, PolicyChoice, PolicyFollower
 from shared.wire.clients.monitor import MonitorClient
 from tests.services.launcher.suites import entry
 
@@ -60,6 +60,23 @@ def said(what: str, **changes: Any) -> str:
             "✔ decode-1 is drained: its work ended in 1.2 s. It gets no work until `polyphase resume decode-1`.",
         ),
         ("resume", {}, "✔ decode-1 gets work again, as prefill."),
+        (
+            "move",
+            {"job_id": "job-1"},
+            "✔ decode-1 lets job-1 move to another instance: `polyphase explain job-1` shows whether its gateway has "
+            "moved it.",
+        ),
+        (
+            "move",
+            {"job_id": "job-1", "to_instance": "decode-2", "result": "refused", "error": "it has ended"},
+            "✘ The move of job-1, requested by ann at 03:04:05, was refused: it has ended.",
+        ),
+        (
+            "move",
+            {"job_id": "job-1", "result": "unknown", "error": "the monitor ended"},
+            "? The move of job-1, requested by ann at 03:04:05, may or may not have been carried out: "
+            "the monitor ended. `polyphase explain job-1` shows where it decodes.",
+        ),
         (
             "flip",
             {"result": "failed", "error": "the connection broke"},
@@ -135,6 +152,68 @@ def test_an_unknown_instance_names_those_there_are() -> None:
     known = [entry("prefill-0"), entry("decode-1")]
     assert operate.advice_on("flip", "decode1", refusal, known) == "Did you mean decode-1? Known: prefill-0, decode-1"
     assert operate.advice_on("flip", "x", refusal, []) == "Known: none yet"
+
+
+def moved(monkeypatch: pytest.MonkeyPatch, refusal: PolyphaseError | None = None) -> list[tuple[str, str]]:
+    """What the monitor is to move, and to where."""
+    calls: list[tuple[str, str]] = []
+
+    async def move(_: MonitorClient, job_id: str, *, to: str, who: str) -> Operation:
+        assert who.endswith("(polyphase)")
+        calls.append((job_id, to))
+        if refusal is not None:
+            raise refusal
+        return msgspec.convert({**DONE, "kind": "move", "job_id": job_id, "to_instance": to}, Operation)
+
+    async def instances(_: str) -> list[InstanceRow]:
+        return [entry("decode-0"), entry("decode-1")]
+
+    monkeypatch.setattr(MonitorClient, "move", move)
+    monkeypatch.setattr(operate, "_instances", instances)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("found", "job_id"),
+    [("chatcmpl-8f2e41-0-aa", "chatcmpl-8f2e41-0-aa"), (NotFound("no"), "8f=2Fe41"), (Unavailable("no"), "8f=2Fe41")],
+)
+def test_a_request_is_moved_by_a_part_of_its_id(
+    monkeypatch: pytest.MonkeyPatch, found: str | PolyphaseError, job_id: str
+) -> None:
+    calls = moved(monkeypatch)
+
+    async def find(urls: tuple[str, ...], wanted: str) -> str:
+        assert (urls, wanted) == (("http://s",), "8f/e41")
+        if isinstance(found, PolyphaseError):
+            raise found
+        return found
+
+    monkeypatch.setattr(operate, "find_job", find)
+    line = ["move-request", "8f/e41", "--to", "decode-0", *URL, "--scheduler", "http://s"]
+    plain, as_json = RUN.invoke(cli.app, line), RUN.invoke(cli.app, [*line, "--json"])
+    assert calls == [(job_id, "decode-0")] * 2
+    assert f"decode-1 lets {job_id} move to decode-0" in " ".join(plain.output.split())
+    assert json.loads(as_json.output)["job_id"] == job_id
+
+
+def test_a_move_needs_no_suite_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = moved(monkeypatch)
+    assert RUN.invoke(cli.app, ["move-request", "job-1", *URL, "--data-dir", str(tmp_path)]).exit_code == 0
+    assert calls == [("job-1", "")]
+
+
+@pytest.mark.parametrize(
+    ("to", "advice"), [("decode-7", "Known: decode-0, decode-1"), ("decode-1", "`polyphase requests` lists requests.")]
+)
+async def test_advice_after_a_move_of_or_to_what_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, to: str, advice: str
+) -> None:
+    moved(monkeypatch, NotFound("there is none"))
+    with pytest.raises(NotFound, match="there is none\\n") as refusal:
+        await operate.move_request("job-1", to, "http://m", ())
+    assert refusal.value.message.endswith(advice)
+    with pytest.raises(InvalidRequest, match="the request id is empty"):
+        await operate.move_request(" ", to, "http://m", ())
 
 
 RUN = CliRunner()

@@ -9,6 +9,7 @@ from shared.domain.kv import Codec
 from shared.domain.route import Reason
 from shared.explain.reasons import PHRASES, phrase
 from shared.policy import registry
+from shared.wire.messages import LeaveCause
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted(file for part in ("shared/policy", "gateway", "services") for file in (ROOT / part).rglob("*.py"))
@@ -26,11 +27,14 @@ PUT_TOGETHER: dict[tuple[str, str], list[str]] = {
     ("shared/policy/papers/huawei.py", "f'placement:{self.name}'"): ["placement:workload", "placement:memory"],
     ("shared/policy/placement.py", "f'local: {why.message}'"): ["local: no prefill instance is ready (1 dead)"],
     ("gateway/job.py", "prediction.source"): ["classifier", "observed"],
+    ("gateway/job.py", "f'migration:{cause}'"): [f"migration:{cause.value}" for cause in LeaveCause],
 }
 # Words of an error go as they are: what they say changes with every case.
 ERRORS = {
     ("gateway/job.py", "error.message"),
+    ("gateway/pipeline.py", "error.message"),
     ("gateway/pipeline.py", "refusal.message"),
+    ("gateway/mover.py", "error.message"),
     ("gateway/job.py", "error.code"),
     ("services/worker/jobs/prefill.py", "error.message"),
 }
@@ -89,6 +93,35 @@ def test_every_entry_is_written_somewhere() -> None:
             "first token expected after 0.62 s, then one each 31 ms",
         ),
         (Reason("placement:adaptive", {"wait_s": 0.0, "saved_tokens": 0}), "nothing ahead of it"),
+        (
+            Reason(
+                "placement:adaptive",
+                {"wait_s": 0.0, "pull_from": "d-1", "pull_tokens": 1408, "pull_s": 0.031, "compute_s": 0.2},
+            ),
+            "nothing ahead of it; it pulls 1,408 tokens of it from d-1 within 31 ms; to compute them would take 0.2 s",
+        ),
+        (
+            Reason(
+                "placement:adaptive",
+                {"wait_s": 0.0, "no_pull_from": "d-1", "pull_tokens": 256, "pull_s": 0.5, "compute_s": 0.2},
+            ),
+            "nothing ahead of it; it computes 256 tokens that d-1 holds, in 0.2 s; to pull them would take 0.5 s",
+        ),
+        (
+            Reason(
+                "placement:adaptive",
+                {
+                    "wait_s": 0.0,
+                    "no_pull_from": "d-1",
+                    "pull_tokens": 256,
+                    "pull_s": 0.1,
+                    "compute_s": 0.2,
+                    "others_pull": 0.3,
+                },
+            ),
+            "nothing ahead of it; it computes 256 tokens that d-1 holds, in 0.2 s; to pull them would take 0.1 s "
+            "and delay others there",
+        ),
         (
             Reason("placement:least_load", {"chosen": "p-1", "score": 0.2, "runner_up": "p-0", "runner_up_score": 0.2}),
             "0.2 s until it would be through, as at p-0",

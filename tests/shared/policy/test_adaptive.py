@@ -179,4 +179,5 @@ def test_where_all_serve_whole_jobs_a_holder_is_not_held_to_the_prompt_that_it_h
     others = [d(f"other-{at}", prefill_share=0.4, **busy(8)) for at in range(3)]
     views = view(*others, d("holder", prefill_share=0.9, **busy(8)))
     coupled = ClusterIndex(views, rng=Random(0), prefixes=prefixes)
-    assert way(place(asked(2_800, prefix=blocks), coupled, ALL, 0.0, Random(0)).route) == ("", chosen, "none")
+    without = Policies(Adaptive(pull=False), ALL.split, ALL.dispatch)
+    assert way(place(asked(2_800, prefix=blocks), coupled, without, 0.0, Random(0)).route) == ("", chosen, "none")

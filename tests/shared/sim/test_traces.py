@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
-from shared.sim.traces import FORMATS, read_trace
+from shared.sim.traces import FORMATS, answers_of, read_trace
 
 Write = Callable[..., Path]
 
@@ -325,6 +325,33 @@ def test_the_public_mooncake_trace(traces: Path) -> None:
     blocks = [len(ids) for ids in workload.prefixes]
     assert blocks == (-(-workload.prompt_tokens // 512)).tolist()
     assert workload.arrival_s[-1] == pytest.approx(3537, abs=1)
+    assert workload.answers is not None
+    assert sum(map(bool, workload.answers)) == 2327
+
+
+@pytest.mark.parametrize(
+    ("case", "prompts", "answers"),
+    [
+        ("the next turn repeats the answer", [(25, 20, (1, 2, 3)), (50, 5, (1, 2, 4, 5, 6))], [(4, 5), ()]),
+        ("as far as its blocks are whole", [(25, 20, (1, 2, 3)), (49, 5, (1, 2, 4, 5, 6))], [(4, 5), ()]),
+        ("its last token is not computed", [(25, 16, (1, 2, 3)), (50, 5, (1, 2, 4, 5, 6))], [(4, 5), ()]),
+        ("none is filled", [(25, 5, (1, 2, 3)), (50, 5, (1, 2, 4, 5, 6))], [(), ()]),
+        ("no next turn", [(25, 20, (1, 2, 3)), (50, 5, (7, 8, 9, 10, 11))], [(), ()]),
+        (
+            "prompts that go on in several ways",
+            [(25, 20, (1, 2, 3)), (50, 5, (1, 2, 4, 5, 6)), (45, 5, (1, 2, 7, 8, 9))],
+            [(), (), ()],
+        ),
+        ("what is older is no answer", [(50, 5, (1, 2, 4, 5, 6)), (25, 20, (1, 2, 3))], [(), ()]),
+        ("shorter than a block", [(5, 20, (1,)), (50, 5, (2, 3, 4, 5, 6))], [(), ()]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_answers_by_the_prompts_that_repeat_them(
+    case: str, prompts: list[tuple[int, int, tuple[int, ...]]], answers: list[tuple[int, ...]]
+) -> None:
+    tokens, outputs, ids = zip(*prompts, strict=True)
+    assert list(answers_of(ids, np.array(tokens), np.array(outputs), 10)) == answers
 
 
 def test_the_public_token_counts(traces: Path) -> None:

@@ -169,6 +169,37 @@ def test_words_and_a_seed_say_it_all(words: str) -> None:
     assert (one.prompt_tokens == other.prompt_tokens).all()
 
 
+def test_a_turn_of_a_chat_repeats_all_that_was_said() -> None:
+    made_chats = made("chats", 300, 7)
+    assert is_made("chats")
+    assert len(made_chats) == 300
+    assert (np.diff(made_chats.arrival_s) >= 0).all()
+    assert made_chats.prefixes is not None
+    assert made_chats.answers is not None
+    size = made_chats.prefix_block_tokens
+    shared, later = made_chats.prefixes[0][: 1024 // size], 0
+    first_with: dict[int, int] = {}
+    for row, (ids, tokens) in enumerate(zip(made_chats.prefixes, made_chats.prompt_tokens.tolist(), strict=True)):
+        assert len(ids) == -(-tokens // size)
+        assert ids[: len(shared)] == shared
+        answer, filled = made_chats.answers[row], (tokens + int(made_chats.output_tokens[row]) - 1) // size
+        assert len(answer) == filled - tokens // size
+        before = [first_with[block] for block in ids if block in first_with]
+        if before:  # the turn before this one: its whole blocks and its answer come first
+            turn = max(before)
+            said = (
+                *made_chats.prefixes[turn][: int(made_chats.prompt_tokens[turn]) // size],
+                *made_chats.answers[turn],
+            )
+            assert ids[: len(said)] == said
+            later += 1
+        for block in (*ids[len(shared) :], *answer):
+            first_with.setdefault(block, row)
+    assert later > 50
+    same = made("chats", 300, 7)
+    assert (same.prefixes, same.answers) == (made_chats.prefixes, made_chats.answers)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -82,10 +82,11 @@ class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, forbid_unknown_fields=True):
     """`kv_transfer_params` of a request, which may export, import, or both.
 
-    The prompt begins with the tokens of an imported handle. A failed import is recomputed by the engine and is not an
-    error of the request. Lossy KV, and KV of another precision, need a `cache_salt` that keeps them apart
-    (`services.worker.kv.may_import`): without it the prefix cache would serve them to exact requests, so the import is
-    refused and recomputed.
+    The request begins with the tokens of an imported handle: with its prompt, and the answer so far of one that
+    resumes. The tokens before `handle.start` have to be in the prefix cache. A failed import is recomputed by the
+    engine and is not an error of the request. Lossy KV, and KV of another precision, need a `cache_salt` that keeps
+    them apart (`services.worker.kv.may_import`): without it the prefix cache would serve them to exact requests, so
+    the import is refused and recomputed.
     """
 
     export: ExportParams | None = None
@@ -110,7 +111,9 @@ class ExportChunk:
 
 @dataclass(frozen=True, slots=True)
 class ImportStart:
-    """Tokens [start, end) of the handle go into `blocks`, which cover the sequence from token 0, for each group."""
+    """Tokens [start, end) of the sequence, of the handle's, go into `blocks`, which cover it from token 0, for each
+    group.
+    """
 
     request_id: str
     handle: KvHandle
@@ -236,7 +239,7 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class Tail(Enum):
-    """How vLLM treats the last token of a prompt all of whose tokens are imported: it has that token computed again."""
+    """How vLLM treats the last token of a request of which all are imported: it has that token computed again."""
 
     ANY = auto()  # from the KV of all tokens before it
     WINDOW = auto()  # from a window, which has to be that of this token: one token less is imported
@@ -279,6 +282,7 @@ class _Import:
     state: _ImportState
     error: str  # a KvFault of a refused import, otherwise empty
     wanted_tokens: int = 0  # as of the last get_num_new_matched_tokens
+    gap: bool = False  # as of then: the engine has not the tokens before the handle's
 
     @property
     def undecided(self) -> bool:
@@ -327,9 +331,9 @@ class PolyphaseConnectorScheduler:
             return KvFault.ADAPTER.value
         if not may_import(handle, self._settings.precision, request.cache_salt or ""):
             return KvFault.UNSALTED.value
-        if not handle.endpoints or handle.tokens <= 0:
+        if not handle.endpoints or not 0 <= handle.start < handle.tokens:
             return KvFault.INVALID.value
-        if self._tail is Tail.STATE and handle.tokens >= request.num_prompt_tokens:
+        if self._tail is Tail.STATE and handle.tokens >= request.num_tokens:
             return KvFault.INVALID.value
         return ""
 
@@ -339,7 +343,7 @@ class PolyphaseConnectorScheduler:
         return digest_of_key(adapter.lora_name, self._settings.adapters) if adapter is not None else ""
 
     def _end_of(self, request: Request, wanted: "_Import") -> int:
-        last = int(request.num_prompt_tokens) - (self._tail is Tail.WINDOW)
+        last = int(request.num_tokens) - (self._tail is Tail.WINDOW)
         return min(wanted.handle.tokens, last)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
@@ -355,7 +359,9 @@ class PolyphaseConnectorScheduler:
         wanted = self._imports.get(request.request_id)
         if wanted is None or wanted.state is not _ImportState.WAITING:
             return 0
-        wanted.wanted_tokens = max(0, self._end_of(request, wanted) - num_computed_tokens)
+        missing = max(0, self._end_of(request, wanted) - num_computed_tokens)
+        wanted.gap = missing > 0 and num_computed_tokens < wanted.handle.start
+        wanted.wanted_tokens = 0 if wanted.gap else missing
         return wanted.wanted_tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -367,7 +373,9 @@ class PolyphaseConnectorScheduler:
         if num_external_tokens == 0:
             wanted.state = _ImportState.ENDED
             error = wanted.error
-            if not error and wanted.wanted_tokens:
+            if not error and wanted.gap:
+                error = KvFault.GAP.value
+            elif not error and wanted.wanted_tokens:
                 error = KvFault.SKIPPED.value
             self._next.skips.append(ImportSkip(wanted.handle, error))
             return

@@ -47,12 +47,19 @@ async def found(port: int, speculates: bool) -> dict[str, Any]:
                 await asyncio.sleep(0.01)
         steps = here.engine.steps
         page, decodes = steps.page("e", 1, 0, 1 << 20), steps.decodes
+        drafts = [steps.drafts, steps.drafted_tokens, steps.accepted_tokens]
+        for name, params in kinds().items():
+            known = answers[name][1][: len(KNOWN)]
+            resumed = f"{name} resumed"
+            run.submit(resumed, prompt, TOKENS, params, salt=resumed, forced_tokens=known, resumes=True)
+            end = await run.end(resumed)
+            answers[name] += [known + run.tokens[resumed], end.finish_reason]
         run.submit("refused", prompt, TOKENS, greedy(logit_bias={5: 1.0}))
         refused = await run.end("refused")
         return {
             "answers": answers,
             "refused": [refused.finish_reason, str(refused.stop_reason)],
-            "drafts": [steps.drafts, steps.drafted_tokens, steps.accepted_tokens],
+            "drafts": drafts,
             "decodes": decodes,
             "chunks": [chunk for step in page.steps for chunk in step.prefill],
             "prompt": len(prompt),

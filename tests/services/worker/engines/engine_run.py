@@ -28,6 +28,7 @@ class Run:
         self.times: dict[str, list[float]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.firsts: dict[str, TokenStep] = {}
+        self.steps: dict[str, list[TokenStep]] = {}
         self.ends: dict[str, asyncio.Future[TokenStep]] = {}
         self.ended: list[str] = []
 
@@ -40,23 +41,25 @@ class Run:
         salt: str = "",
         job: JobView | None = None,
         adapter: str = "",
+        generation: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         given = sampling if isinstance(sampling, bytes) else msgspec.msgpack.encode(sampling or greedy())
-        self.times[name], self.tokens[name] = [], []
+        self.times[name], self.tokens[name], self.steps[name] = [], [], []
         self.ends[name] = asyncio.get_running_loop().create_future()
 
         def sink(step: TokenStep) -> None:
             self.times[name].append(time.monotonic())
             self.firsts.setdefault(name, step)
+            self.steps[name].append(step)
             self.tokens[name] += step.tokens
             if step.finish_reason:
                 self.ended.append(name)
                 self.ends[name].set_result(step)
 
         job = job or JobView(name, len(prompt), tokens)
-        generation = Generation(given, time.time(), salt, adapter=adapter)
-        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
+        made = Generation(given, time.time(), salt, adapter=adapter, **(generation or {}))
+        self.engine.submit(EngineRequest(name, job, prompt, made, tokens, **more), sink)
 
     async def end(self, name: str) -> TokenStep:
         return await asyncio.wait_for(asyncio.shield(self.ends[name]), 120)

@@ -25,10 +25,19 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_known_tokens_are_repeated_and_the_answer_goes_on_as_without_drafts(
     plain: Found, drafting: Found, kind: str
 ) -> None:
-    first, known, _ = drafting["answers"][kind]
+    first, known, *_ = drafting["answers"][kind]
     assert drafting["answers"][kind] == plain["answers"][kind]
     assert len(known) > len(KNOWN)
     assert known == first if kind in OWN else known[: len(KNOWN)] == KNOWN != first[: len(KNOWN)]
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_an_answer_that_another_engine_has_begun_goes_on(plain: Found, drafting: Found, kind: str) -> None:
+    """With drafts, and without the state of a thinking budget, its tokens are generated again, and not given out."""
+    for found in (plain, drafting):
+        _, known, ends, resumed, end = found["answers"][kind]
+        assert resumed == known
+        assert end == ends[1]
 
 
 def test_drafts_are_counted_and_a_decode_with_drafts_is_no_prompt(plain: Found, drafting: Found) -> None:

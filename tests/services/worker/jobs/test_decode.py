@@ -15,13 +15,19 @@ from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle
 from shared.domain.prompt import packed
 from shared.domain.rates import UNKNOWN_STEPS, Rates
-from shared.errors import NoRoom
+from shared.errors import Conflict, NoRoom, NotFound
 from shared.policy.overload import Beside, pause_s
 from shared.wire.messages import (
+    DRAIN,
     EXPECT,
+    MOVE,
     RELEASE,
     DecodeRequest,
+    DrainRequest,
     ExpectRequest,
+    Leave,
+    LeaveCause,
+    MoveRequest,
     Pause,
     PrefetchRequest,
     ReleaseRequest,
@@ -56,6 +62,31 @@ async def test_what_an_instance_is_known_to_hold_of_a_prompt_does_not_count_as_q
         side.engine.step(TokenStep([42], "length"))
     await task
     await other
+
+
+async def test_a_decode_that_has_left_another_instance_goes_on_after_its_known_tokens() -> None:
+    """Their KV counts as held here, and no step repeats them."""
+    side = Side(Role.DECODE)
+    given = {"known": packed([7, 8, 9]), "resumes": True, "state": b"state"}
+    for tokens, queued in ((5, 0), (4, 1), (0, 5)):  # of the six the last one is the next decode's
+        handle = KvHandle("t1", "p0", 1, "fp", (), tokens, "bfloat16") if tokens else None
+        task = await side.decode(msgspec.structs.replace(decode_request(handle), **given))
+        assert (side.decodes.queued_tokens, side.decodes.context_tokens) == (queued, 6)
+        side.engine.step(TokenStep([7], ""))
+        side.engine.step(TokenStep([6], "stop"))
+        await task
+    request = side.engine.requests[-1]
+    assert (request.forced_tokens, request.resumes, request.state) == ([7, 8, 9], True, b"state")
+    assert [item.tokens for item in side.call.items] == [[7], [6]] * 3
+
+
+async def test_a_decode_that_goes_on_here_has_used_a_part_of_its_answer() -> None:
+    """Its answer of 8 tokens is to find room, of which it has 3."""
+    side = Side(Role.DECODE)
+    task = await side.decode(msgspec.structs.replace(decode_request(), known=packed([7, 8, 9]), resumes=True))
+    assert max(side.decodes.kv_ahead(0, 0)) == 3 + 8
+    side.engine.step(TokenStep([6], "stop"))
+    await task
 
 
 async def test_prompts_count_as_queued_until_they_are_computed_and_the_wait_ends_when_the_engine_takes_them() -> None:
@@ -241,6 +272,70 @@ async def test_a_pause_is_expected_to_end_with_the_jobs_that_have_the_blocks(mon
     alone_s = pause_s(Beside.from_jobs([], 32), 32, 3, 8, 32, UNKNOWN_STEPS, side.info.chunk_size)
     assert item.pause.expected_s > 16 * UNKNOWN_STEPS.decode_s(1, 3) > alone_s
     await cancelled(*tasks)
+
+
+def migrating(job_id: str = "job") -> DecodeRequest:
+    """A request whose gateway migrates it."""
+    request = decode_request()
+    view = msgspec.structs.replace(request.job, job_id=job_id)
+    return msgspec.structs.replace(request, job=view, tell_leaves=True)
+
+
+def leaves(side: Side) -> list[Leave]:
+    return [item.leave for item in side.call.items if item.leave is not None]
+
+
+async def test_an_operator_moves_a_job_and_it_decodes_on_until_its_gateway_does_so() -> None:
+    side = Side(Role.DECODE)
+    moved, other = await side.decode(migrating("moved")), await side.decode(migrating("other"))
+    call = cast(ServerCall, Call())
+    await side.handlers[MOVE](MoveRequest("moved"), call)
+    await side.handlers[MOVE](MoveRequest("moved", "d1"), call)
+    assert leaves(side) == [Leave(LeaveCause.OPERATOR, ""), Leave(LeaveCause.OPERATOR, "d1")]
+    assert not any(item.tokens or item.finish_reason for item in side.call.items)
+    side.engine.step(TokenStep([5], ""))
+    assert side.call.items[-1].tokens == [5]
+    assert not moved.done()
+    await cancelled(moved, other)
+
+
+async def test_jobs_that_cannot_be_moved_are_refused_with_the_reason() -> None:
+    side = Side(Role.DECODE)
+    call, stays = cast(ServerCall, Call()), await side.decode(decode_request())
+    for request, error, why in (
+        (MoveRequest("nobody"), NotFound, "nobody: no such job decodes at d0"),
+        (MoveRequest("job", "d0"), Conflict, "job decodes on d0 already"),
+        (MoveRequest("job"), Conflict, "job stays on d0: its gateway does not migrate it"),
+    ):
+        with pytest.raises(error, match=why):
+            await side.handlers[MOVE](request, call)
+    side.roles.obey(5)
+    with pytest.raises(Conflict, match="obeys epoch 5"):
+        await side.handlers[MOVE](MoveRequest("job", epoch=4), call)
+    assert side.call.items == []
+    await cancelled(stays)
+
+
+async def test_a_drain_lets_decodes_leave_again_and_again_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_side, "DRAIN_NEWS_S", 0.01)
+    side, call = Side(Role.DECODE), cast(ServerCall, Call())
+    stays = await side.decode(decode_request())
+    assert leaves(side) == []
+    await side.handlers[DRAIN](DrainRequest(0.0), call)
+    assert leaves(side) == [], "its gateway does not migrate"
+    side.roles.resume()
+    moves = await side.decode(migrating())
+    await side.handlers[DRAIN](DrainRequest(0.0), call)
+    assert leaves(side) == [Leave(LeaveCause.DRAIN)]
+    await until(lambda: len(leaves(side)) >= 3, "more notices")
+    side.roles.resume()
+    count = len(leaves(side))
+    await until(lambda: side.decodes._drain_news is None, "the end of the notices")
+    assert set(leaves(side)) == {Leave(LeaveCause.DRAIN)}
+    assert len(leaves(side)) == count
+    await side.handlers[DRAIN](DrainRequest(0.0), call)
+    await cancelled(stays, moves)
+    await until(lambda: side.decodes._drain_news is None, "the end of the notices with that of the jobs")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_client import NEW_TOKENS, Engine, emptied, exporting, handed_over, identical, importing, prompts
+from benchmarks.engine_client import (
+    NEW_TOKENS,
+    Engine,
+    emptied,
+    exporting,
+    handed_over,
+    identical,
+    importing,
+    prompts,
+    resumed,
+)
 from benchmarks.model_families import FAMILIES, make_model
 from services.worker.kv.rank_messages import PullEnded
 from tests.tiny_models import make_llama
@@ -157,6 +167,10 @@ async def test_a_latent_and_a_state_are_handed_over(
         every = len(trio.texts)
         assert await trio.all_carried() == every
         assert await trio.all_carried(back=True) == every
+        await trio.forget()
+        for text, reference in zip(trio.texts, trio.references, strict=True):
+            assert await resumed(trio.p, trio.d, text, reference[:1]) == reference[1:]
+        assert await trio.d.pulls(every) == {"ok": every}
         assert await trio.zeroed(kind) < every / 2
         if kind == "state":  # a state cannot be continued after the last token of a prompt that is computed again
             await trio.forget()

@@ -19,7 +19,7 @@ def exact(found: Found, *, single: int = 0) -> None:
     """
     print(show(found))
     assert found.distinct > 100
-    assert found.one_by_one == found.back == found.of
+    assert found.one_by_one == found.back == found.resumed == found.of
     assert found.at_once == [found.of] * len(found.at_once)
     nothing = {"cached": single} if single else {}
     assert found.pulls == {"ok": found.wanted - single, **nothing}

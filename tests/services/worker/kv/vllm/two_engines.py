@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_client import LENGTHS, NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
+from benchmarks.engine_client import LENGTHS, NEW_TOKENS, Engine, emptied, handed_over, identical, prompts, resumed
 from services.worker.kv.rank_messages import PullEnded
 from shared.domain.kv import Codec
 
@@ -31,6 +31,7 @@ class Found:
     lossy: dict[str, float] = field(default_factory=dict)  # share of first tokens that are the same, by codec
     first: float = 0.0  # share of first tokens that are the same
     cached: int = 0  # tokens of a prompt that the importer had in its prefix cache
+    resumed: int = 0  # answers that went on in the other one after a third of their tokens
     prefixes: list[bool] = field(default_factory=list)  # whether answers after a cached prefix are the same
     strays: list[str] = field(default_factory=list)  # contexts of processes on devices that are not theirs
     pulls: Counter[str] = field(default_factory=Counter)
@@ -108,9 +109,18 @@ async def _exact(found: Found, p: Engine, d: Engine, texts: list[list[int]], ref
         found.at_once.append(identical(outputs, references))
         await _count(found, d, len(texts))
     await _forget(p, d)
+    outputs = await asyncio.gather(*(_moved(p, d, *each) for each in zip(texts, references, strict=True)))
+    found.resumed = identical(outputs, references)
+    await _count(found, d, len(texts))
+    await _forget(p, d)
     found.back = identical(await asyncio.gather(*(handed_over(d, p, text) for text in texts)), references)
     await _count(found, p, len(texts))
     await emptied(d)
+
+
+async def _moved(p: Engine, d: Engine, text: list[int], reference: list[int]) -> list[int]:
+    known = reference[: NEW_TOKENS // 3]
+    return known + await resumed(p, d, text, known)
 
 
 async def _prefixes(found: Found, plain: Engine, p: Engine, d: Engine, text: list[int]) -> None:
@@ -162,7 +172,8 @@ def show(found: Found) -> str:
     lossy = ", ".join(f"{name} {share:.2f}" for name, share in found.lossy.items())
     return (
         f"identical of {found.of}: {found.one_by_one} one by one, {found.at_once} at once, {found.back} back, "
-        f"{found.zeroed} with zeroed KV; first tokens {found.first:.2f}; with {lossy or 'no codec'}; "
+        f"{found.resumed} resumed, {found.zeroed} with zeroed KV; first tokens {found.first:.2f}; "
+        f"with {lossy or 'no codec'}; "
         f"{found.cached} of 900 tokens cached, answers the same: {found.prefixes}; "
         f"pulls {dict(found.pulls)} of {found.wanted}; stray contexts: {found.strays or 'none'}"
     )

@@ -1,0 +1,160 @@
+"""`polyphase bench mobility`: what it brings to move KV between any two instances.
+
+Each section is a function: `chats` and `goodput` simulate clusters whose placement pulls prefixes from the instances
+that hold them, and the same clusters without pulls.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.experiment import Row
+from benchmarks.goodput import goodput
+from benchmarks.policies import COARSE, LASTS_S, MIN_REQUESTS, RESOLUTION, SHORT_S, Runs
+from benchmarks.prefix import TRACES, oracle_tokens, traces
+from benchmarks.results import Aim, Result, at_least, at_most, merged, progress, result, run_parts
+from benchmarks.scenarios import SEED, Scenario, all_scenarios, chat_scenarios, instances, shipped
+from shared.domain.job import Slo
+from shared.sim.cluster import simulate
+from shared.sim.metrics import summary
+from shared.sim.outcomes import SimResult
+from shared.sim.spec import with_words
+from shared.sim.traces import read_trace
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations
+
+WITH = "adaptive"
+WITHOUT = "placement=adaptive:pull=false+split=adaptive+dispatch=adaptive"
+
+
+def run_mobility_bench(
+    data: Path, sections: Sequence[str] = (), *, processes: int = 2, results: Path | None = None
+) -> Result:
+    """sections: names; empty for all. results: see `Runs`. Raises NotFound without traces, InvalidRequest for an
+    unknown section.
+    """
+    parts: dict[str, Callable[[], Result]] = {
+        "chats": partial(simulated_chats, data, processes),
+        "goodput": partial(simulated_goodput, results, processes),
+    }
+    return run_parts(parts, sections)
+
+
+# Chats: Mooncake's traces and a synthetic one, on instances of both roles and of two kinds, and on equal instances that
+# serve whole requests.
+
+REQUESTS = 4_000  # the first of each trace
+SHARES = (0.5, 0.9)  # of what `least_load` serves when all come at once
+HITS, TTFT = 0.95, 0.6  # aims: of the pooled oracle's hits, of the mean TTFT of `least_load`
+SLO = Slo()  # the default class
+SYSTEMS = {"pull": WITH, "no_pull": WITHOUT}
+LEAST_LOAD = {  # by cluster
+    "chats": "least_load+split=full+power_of_two",
+    "prefix": "least_load+split=none+power_of_two",
+}
+TABLE = "chats, simulated"
+SHOWN = {"ttft_mean_s": 3, "ttft_p50_s": 3, "ttft_p99_s": 2, "tpot_mean_s": 4, "attainment": 4}  # and their digits
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """A workload of chats on a cluster. file: of a trace; None for the synthetic one."""
+
+    cluster: str
+    name: str
+    file: Path | None
+
+    def workload(self, rate: float | None = None) -> Workload:
+        """At so many requests a second. The synthetic chats keep their pauses: more of them begin in a second."""
+        if self.file is None:
+            return conversations(REQUESTS, SEED, rate / TURNS_A_CHAT if rate is not None else 1.0)
+        trace = read_trace(self.file).head(REQUESTS)
+        return trace.at_rate(rate) if rate is not None else trace
+
+    def run(self, words: str, work: Workload) -> SimResult:
+        spec = replace(shipped(self.cluster).run, slo=SLO, seed=SEED)
+        return simulate(work, instances(self.cluster), with_words(spec, words))
+
+
+def simulated_chats(data: Path, processes: int) -> Result:
+    files = [*zip(TRACES, traces(data), strict=True), (CHATS, None)]
+    cases = [Chats(cluster, name, file) for cluster in LEAST_LOAD for name, file in files]
+    notes = [
+        f"chats: {REQUESTS:,} requests; rates are shares of what least_load serves; TTFT {SLO.ttft_s:g} s, TPOT "
+        f"{SLO.tpot_s:g} s",
+        "oracle: one cache as large as the KV memory of all instances together, which holds each prompt and its answer "
+        "from the arrival of the request; half: of half the memory, as where a prefill and a decode instance hold each "
+        "prompt; unlimited: without a bound",
+    ]
+    with ProcessPoolExecutor(processes) as pool:
+        return merged(*pool.map(compared_chats, cases), {"notes": notes})
+
+
+def compared_chats(case: Chats) -> Result:
+    """Mean TTFT and prompt tokens that were not computed: with pulls, without, and of `least_load`."""
+    work, least, head = case.workload(), LEAST_LOAD[case.cluster], f"{case.cluster}_{case.name}"
+    capacity = len(work) / case.run(least, work.at_once()).duration_s
+    figures: dict[str, float] = {}
+    aims: dict[str, Aim] = {}
+    rows: list[Row] = []
+    for share in SHARES:
+        at, timed = f"{head}_at_{round(100 * share)}_percent", case.workload(share * capacity)
+        seen = {name: case.run(words, timed) for name, words in (SYSTEMS | {"least_load": least}).items()}
+        total = int(timed.prompt_tokens.sum())
+        pooled, halved, unlimited = (pooled_tokens(case.cluster, timed, part) for part in (1.0, 0.5, None))
+        figures[f"{at}_oracle_saved_share"] = round(pooled / total, 4)
+        figures[f"{at}_half_oracle_saved_share"] = round(halved / total, 4)
+        figures[f"{at}_unlimited_saved_share"] = round(unlimited / total, 4)
+        ttft_s, hits = {}, {}
+        for name, one in seen.items():
+            known, saved = summary(one, SLO), total - sum(use.prefill_tokens for use in one.instances)
+            ttft_s[name], hits[name] = known["ttft_mean_s"], saved / pooled
+            row: Row = {
+                "cluster": case.cluster,
+                "trace": case.name,
+                "per_s": round(share * capacity, 3),
+                "system": name,
+            }
+            row |= {key: round(known[key], digits) for key, digits in SHOWN.items()}
+            row |= {"saved_share": round(saved / total, 4), "hits_of_oracle": round(hits[name], 4)}
+            rows.append(row | {"pulls": one.pulls, "pulled_share": round(one.pulled_tokens / total, 4)})
+        figures[f"{at}_no_pull_hits_of_oracle"] = round(hits["no_pull"], 4)
+        figures[f"{at}_no_pull_ttft_over_least_load"] = round(ttft_s["no_pull"] / ttft_s["least_load"], 3)
+        aims[f"{at}_hits_of_oracle"] = at_least(HITS, hits["pull"], 4)
+        aims[f"{at}_ttft_over_least_load"] = at_most(TTFT, ttft_s["pull"] / ttft_s["least_load"])
+        progress(f"{at}: hits {hits}, TTFT {ttft_s}")
+    return result(figures, aims) | {"tables": {TABLE: rows}}
+
+
+def pooled_tokens(cluster: str, work: Workload, share: float | None = 1.0) -> int:
+    """Prompt tokens that one cache for all instances would save, of that share of their memory; None: of any size."""
+    assert work.prefixes is not None  # these workloads name them
+    assert work.answers is not None
+    blocks = sum(node.kv_tokens for node in instances(cluster)) // work.prefix_block_tokens
+    prompts = list(zip(work.prefixes, work.prompt_tokens.tolist(), strict=True))
+    bound = round(share * blocks) if share is not None else None
+    return sum(oracle_tokens(prompts, work.prefix_block_tokens, bound, work.answers))
+
+
+# Goodput in the scenarios of `bench policies`, whose requests have no common prefixes, and of chats on their clusters.
+
+
+def simulated_goodput(results: Path | None, processes: int) -> Result:
+    """results: a file in which runs are kept (`Runs`)."""
+    kept, cases = Runs(results), [*all_scenarios(), *chat_scenarios()]
+    with ProcessPoolExecutor(processes) as pool:
+        return merged(*pool.map(partial(compared_goodput, kept), cases))
+
+
+def compared_goodput(kept: Runs, case: Scenario) -> Result:
+    """Requests a second within their targets, with pulls and without."""
+    rough = goodput(kept.meets(case, WITH, MIN_REQUESTS, SHORT_S), 8.0, COARSE)
+    requests = max(MIN_REQUESTS, round(LASTS_S * rough))
+    with_pulls, without = (goodput(kept.meets(case, words, requests), rough, RESOLUTION) for words in (WITH, WITHOUT))
+    progress(f"{case.name}: {with_pulls:.2f} with pulls, {without:.2f} without")
+    figures = {
+        f"goodput_{case.name}_pull_per_s": round(with_pulls, 3),
+        f"goodput_{case.name}_no_pull_per_s": round(without, 3),
+    }
+    return result(figures, {f"goodput_{case.name}_pull_over_none": at_least(1.0, with_pulls / max(1e-9, without))})
