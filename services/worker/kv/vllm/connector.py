@@ -570,7 +570,7 @@ class PolyphaseConnectorWorker:
 
     def host_store(self) -> HostStore:
         """A store for blocks of this rank, yet without memory. Raises LayoutError."""
-        self.host = HostStore(self._caches, self._cache_config.num_blocks, zero=self._settings.fault == "zero_host")
+        self.host = HostStore(self._caches, self._cache_config.num_blocks)
         return self.host
 
     def save_to_host(self, step: PolyphaseConnectorMetadata) -> None:

@@ -23,12 +23,12 @@ class HostCopies:
 class HostStore:
     """The slots of one rank. Copies are issued on the model's own stream, so that they need no events."""
 
-    def __init__(self, caches: Iterable[torch.Tensor], blocks: int, zero: bool = False) -> None:
-        """caches: of all layers, in which vLLM counts so many blocks. zero: fault injection.
+    def __init__(self, caches: Iterable[torch.Tensor], blocks: int) -> None:
+        """caches: of all layers, in which vLLM counts so many blocks.
 
         Raises LayoutError where the blocks of a cache do not lie one behind the other.
         """
-        self.zero = zero
+        self.zero = False  # fault injection: zeros are loaded
         self._blocks = blocks
         self._places, self._parts = _block_parts(caches, blocks)
         self.slot_bytes = sum(part.shape[1] * part.itemsize for part in self._parts)

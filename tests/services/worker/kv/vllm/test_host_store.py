@@ -60,6 +60,19 @@ def test_blocks_come_back_as_they_were(
 
 
 @pytest.mark.parametrize(
+    "caches", [packed(3, 16), kernel_blocks(), shared()], ids=["packed", "kernel blocks", "shared"]
+)
+def test_blocks_and_slots_are_a_cache_of_their_own(caches: list[torch.Tensor]) -> None:
+    store = HostStore(caches, BLOCKS)
+    store.allocate(4)
+    store.save({3: 1, 0: 2})
+    for cache in caches:
+        made, parts = store.as_cache(cache, [5, 4], [0, 3]), cache.shape[0] // BLOCKS
+        assert made.shape == (4 * parts, *cache.shape[1:])
+        assert torch.equal(made.unflatten(0, (4, parts)), cache.unflatten(0, (BLOCKS, parts))[[5, 4, 2, 1]])
+
+
+@pytest.mark.parametrize(
     ("cache", "fault"),
     [
         (torch.zeros(2, BLOCKS + 1, 4, 8), "does not begin with vLLM's 6 blocks"),

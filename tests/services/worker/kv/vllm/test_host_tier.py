@@ -76,6 +76,21 @@ class Trial:
         assert 0 < pulled[0] < 64 > pulled[1] == 0
         await emptied(self.plain)
 
+    async def exports(self) -> None:
+        """A prompt of which the cache has at most the beginning is exported from the store too."""
+        text, reference = self.texts[-1], self.references[-1]
+        for other in self.texts[:-1]:
+            await self.e.generate(other, 1)
+        before = await self.host()
+        handle = await self.e.export(text[:-1])
+        assert len(text) - 64 < handle.tokens < len(text)
+        self.plain.events.clear()
+        assert (await self.plain.ask("reset"))["ok"]
+        assert await self.plain.generate(text, NEW_TOKENS, importing(handle)) == reference
+        assert await self.plain.pulls() == {"ok": len(self.plain.endpoints)}
+        await emptied(self.e)
+        assert await self.host() == before
+
     async def host(self) -> dict[str, Any]:
         return await self.e.ask("host")
 
@@ -97,6 +112,7 @@ async def test_what_left_the_cache_is_loaded_and_not_computed(tmp_path: Path) ->
         after = await trial.host()
         assert salted == trial.references[0]
         await trial.imports()
+        await trial.exports()
         await trial.e.ask("fault", zero=True, corrupt=False)
         same, served = await trial.round()
         assert same < every / 2
@@ -132,6 +148,7 @@ async def test_windows_are_loaded_beside_full_attention(tmp_path: Path) -> None:
         outputs = await asyncio.gather(*(trial.e.generate(text, NEW_TOKENS) for text in trial.texts))
         assert identical(outputs, trial.references) == every
         await trial.imports()
+        await trial.exports()
         await trial.e.ask("fault", zero=True, corrupt=False)
         assert (await trial.round())[0] < every
 
