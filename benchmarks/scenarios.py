@@ -24,6 +24,7 @@ from tools.simulate.deployment import Deployment, load_deployment
 from tools.simulate.workloads import WorkloadOptions, at_rate, make_workload
 
 CLUSTERS = ("equal", "fast_slow", "prefill_heavy", "mixed_32")
+CHATS_PER_S = {"equal": 12.0, "fast_slow": 6.0, "prefill_heavy": 15.0, "mixed_32": 60.0}  # about what is served
 KINDS = {"conversation": "azure-conv", "code": "azure-code", "mixed": "Mixed"}
 SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 TARGET = 0.9  # attainment at which a rate counts as served
@@ -62,7 +63,7 @@ class Scenario:
 
     def workload(self, rate: float, requests: int) -> Workload:
         if self.kind == CHATS:
-            return conversations(requests, self.seed, rate / TURNS_A_CHAT).at_rate(rate)
+            return _chats(self.cluster, requests, self.seed).at_rate(rate)
         options = WorkloadOptions(KINDS[self.kind], requests=requests, seed=self.seed, arrivals="poisson")
         return at_rate(_requests(self.kind, requests, self.seed), options, rate)
 
@@ -75,6 +76,14 @@ def all_scenarios(seed: int = SEED) -> Iterator[Scenario]:
 def chat_scenarios(seed: int = SEED) -> Iterator[Scenario]:
     """Every cluster with chats whose turns repeat all that was said before; its instances have prefix caches."""
     return (Scenario(cluster, CHATS, seed) for cluster in CLUSTERS)
+
+
+@cache
+def _chats(cluster: str, requests: int, seed: int) -> Workload:
+    """Chats at about the rate that the cluster serves. They are the same at all rates; near this one their pauses are
+    as long as they should be.
+    """
+    return conversations(requests, seed, CHATS_PER_S[cluster] / TURNS_A_CHAT)
 
 
 @cache
