@@ -108,8 +108,8 @@ class Adaptive(JointPlacement):
         figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index), **_pulls(best, pulls)}
         choice = _choice(best, (Reason("placement:adaptive", figures),))
         if last:
-            looked_at = {side.view.info.instance_id for side in (*prefills, *decodes)}
-            choice = _with_affinity(choice, best, last, holders, looked_at)
+            candidates = {view.info.instance_id for view in (*views, *(side.view for side in prefills))}
+            choice = _with_affinity(choice, best, last, holders, candidates)
         return choice
 
 
@@ -239,16 +239,16 @@ _SAID = {
 
 
 def _with_affinity(
-    choice: Choice, best: Option, last: Mapping[str, int], holders: Mapping[str, int], looked_at: Set[str]
+    choice: Choice, best: Option, last: Mapping[str, int], holders: Mapping[str, int], candidates: Set[str]
 ) -> Choice:
-    """The choice, with whether it is an instance of the session's last turn, and why not. looked_at: the candidates."""
-    sides = [best.decode] if best.prefill is None else [best.prefill, best.decode]
-    back = [name for side in sides if (name := side.view.info.instance_id) in last]
+    """The choice, with whether it is an instance of the session's last turn, and why not."""
+    views = [best.decode.view] if best.prefill is None else [best.prefill.view, best.decode.view]
+    back = [name for view in views if (name := view.info.instance_id) in last]
     figures: Figures = {"last": ", ".join(last), "held_tokens": max(holders[one] for one in last)}
     if back:
         affinity, figures["back"] = Affinity.BACK, ", ".join(back)
     else:
-        affinity = Affinity.ELSEWHERE if looked_at & last.keys() else Affinity.IMPOSSIBLE
+        affinity = Affinity.ELSEWHERE if candidates & last.keys() else Affinity.IMPOSSIBLE
     reasons = (*choice.reasons, Reason(_SAID[affinity], figures))
     return msgspec.structs.replace(choice, reasons=reasons, affinity=affinity)
 

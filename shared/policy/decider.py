@@ -99,7 +99,8 @@ class Decider:
         self.prefixes.forget(instance_id)
 
     def decide(self, job: JobView, exclude: Collection[str], now: float) -> Route:
-        """A route; it counts as load until broadcasts show it, and as work until the job ends, unless the job only warms.
+        """A route; it counts as load until broadcasts show it, and as work until the job ends. A job that only
+        warms does not count.
 
         Raises what `overload.decide` raises.
         """

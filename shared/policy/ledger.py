@@ -279,7 +279,8 @@ class WorkloadLedger:
         self.claims.drop(job_id)
         self.output_lengths.started(job)
         self.class_demand.placed(job, now)
-        self.sessions.placed(job, route)
+        if job.session:
+            self.sessions.placed(job, route)
         assigned = assignments(job, route, now)
         for assignment in assigned:
             if assignment.coming:
@@ -301,7 +302,8 @@ class WorkloadLedger:
         self.claims.drop(job_id)
         self.output_lengths.ended(job_id, output_tokens)
         self.class_demand.ended(job_id, met, now)
-        self.sessions.ended(job_id, output_tokens, now)
+        if job_id in self.sessions.under_way:
+            self.sessions.ended(job_id, output_tokens, now)
         self._remove(job_id)
 
     def _remove(self, job_id: str) -> None:

@@ -56,16 +56,14 @@ class Sessions:
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
         self._turns: OrderedDict[str, Turn] = OrderedDict()
-        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self.under_way: OrderedDict[str, _Open] = OrderedDict()  # by job
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def placed(self, job: JobView, route: Route) -> None:
-        """A job was placed, for the first time or again. A place for its decode alone leaves its prefill as it was."""
-        if not job.session:
-            return
-        known = self._open.pop(job.job_id, None)
+        """A job with a session was placed, perhaps again. A place for its decode alone leaves its prefill as it was."""
+        known = self.under_way.pop(job.job_id, None)
         blocks = len(job.prefix)
         found = _Open(job.session, "", 0, "", job.prompt_tokens, blocks, job.prefix[-1] if blocks else 0)
         if known is not None:
@@ -75,14 +73,14 @@ class Sessions:
             found.prefill, found.prefill_tokens = route.prefill.instance_id, route.split
         if route.decode is not None:
             found.decode = route.decode.instance_id
-        self._open[job.job_id] = found
-        if len(self._open) > self._kept:
-            self._open.popitem(last=False)
+        self.under_way[job.job_id] = found
+        if len(self.under_way) > self._kept:
+            self.under_way.popitem(last=False)
 
     def ended(self, job_id: str, output_tokens: int, now: float) -> None:
-        """A job has ended. output_tokens: of a whole answer, else 0, which leaves the session's last turn as it was."""
-        job = self._open.pop(job_id, None)
-        if job is None or not output_tokens:
+        """A job that is under way has ended. output_tokens: of a whole answer; 0: its session's last turn stays."""
+        job = self.under_way.pop(job_id)
+        if not output_tokens:
             return
         held: dict[str, int] = {}
         if job.decode:
