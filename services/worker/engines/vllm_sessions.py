@@ -63,8 +63,7 @@ class KeptSessions:
     def unused(self) -> int:
         """Of these, the blocks that no request uses: requests can have them."""
         if self._unused is None:
-            blocks = self._pool.blocks
-            self._unused = sum(blocks[block_id].ref_cnt == 1 for block_id in self._pins)
+            self._unused = sum(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._pins)
         return self._unused
 
     def watch(self, request_id: str, session: str) -> None:

@@ -81,10 +81,12 @@ async def work(trial: Turns, here: Started) -> dict[str, Any]:
     together = [trial.begin(trial.prompt(half - 64), 60) for _ in range(2)]
     for name in together:
         assert (await trial.end(name)).finish_reason == "length"
+    found["together"] = trial.times[together[1]][0] < trial.times[together[0]][-1]
     await freed(trial)
     found["needed"] = {"before": before, "after": await trial.settled()}
 
     await trial.hit(chat, session="a")
+    await trial.settled()
     trial.engine._kept._clock = lambda: 1e12
     found["over"] = await trial.settled()
     return found
