@@ -231,13 +231,6 @@ def _merged(reported: Mapping[str, int], last: Mapping[str, int]) -> dict[str, i
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
-_SAID = {
-    Affinity.BACK: "session: back",
-    Affinity.ELSEWHERE: "session: costs less elsewhere",
-    Affinity.IMPOSSIBLE: "session: cannot take it",
-}
-
-
 def _with_affinity(
     choice: Choice, best: Option, last: Mapping[str, int], holders: Mapping[str, int], candidates: Set[str]
 ) -> Choice:
@@ -249,7 +242,7 @@ def _with_affinity(
         affinity, figures["back"] = Affinity.BACK, ", ".join(back)
     else:
         affinity = Affinity.ELSEWHERE if candidates & last.keys() else Affinity.IMPOSSIBLE
-    reasons = (*choice.reasons, Reason(_SAID[affinity], figures))
+    reasons = (*choice.reasons, Reason(f"session:{affinity.value}", figures))
     return msgspec.structs.replace(choice, reasons=reasons, affinity=affinity)
 
 

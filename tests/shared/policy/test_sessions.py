@@ -55,7 +55,7 @@ def test_the_next_turn_goes_back_before_anything_is_reported() -> None:
     assert found.decode is not None
     assert (found.prefill, found.decode.instance_id, found.affinity) == (None, "d1", Affinity.BACK)
     assert found.decode_saved == 2_048  # of 2,049 tokens of prompt and answer, in blocks
-    said = [phrase(reason) for reason in found.reasons if reason.what.startswith("session")]
+    said = [phrase(reason) for reason in found.reasons if reason.what.startswith("session:")]
     assert said == ["its session's last turn was computed by d1: it goes back to d1"]
 
 
