@@ -9,7 +9,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
+from benchmarks.experiment import Row
 from benchmarks.goodput import goodput
 from benchmarks.policies import COARSE, LASTS_S, MIN_REQUESTS, RESOLUTION, SHORT_S, Runs
 from benchmarks.prefix import TRACES, oracle_tokens, traces
@@ -21,7 +23,7 @@ from shared.sim.metrics import summary
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import with_words
 from shared.sim.traces import read_trace
-from shared.sim.workload import CHATS, Workload, conversations
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations
 
 WITH = "adaptive"
 WITHOUT = "placement=adaptive:pull=false+split=adaptive+dispatch=adaptive"
@@ -52,6 +54,7 @@ LEAST_LOAD = {  # by cluster
     "chats": "least_load+split=full+power_of_two",
     "prefix": "least_load+split=none+power_of_two",
 }
+TABLE = "chats, simulated"
 SHOWN = {"ttft_mean_s": 3, "ttft_p50_s": 3, "ttft_p99_s": 2, "tpot_mean_s": 4, "attainment": 4}  # and their digits
 
 
@@ -63,8 +66,12 @@ class Chats:
     name: str
     file: Path | None
 
-    def workload(self) -> Workload:
-        return read_trace(self.file).head(REQUESTS) if self.file is not None else conversations(REQUESTS, SEED)
+    def workload(self, rate: float | None = None) -> Workload:
+        """At so many requests a second. The synthetic chats keep their pauses: more of them begin in a second."""
+        if self.file is None:
+            return conversations(REQUESTS, SEED, rate / TURNS_A_CHAT if rate is not None else 1.0)
+        trace = read_trace(self.file).head(REQUESTS)
+        return trace.at_rate(rate) if rate is not None else trace
 
     def run(self, words: str, work: Workload) -> SimResult:
         spec = replace(shipped(self.cluster).run, slo=SLO, seed=SEED)
@@ -78,7 +85,8 @@ def simulated_chats(data: Path, processes: int) -> Result:
         f"chats: {REQUESTS:,} requests; rates are shares of what least_load serves; TTFT {SLO.ttft_s:g} s, TPOT "
         f"{SLO.tpot_s:g} s",
         "oracle: one cache as large as the KV memory of all instances together, which holds each prompt and its answer "
-        "from the arrival of the request; unlimited: without that bound",
+        "from the arrival of the request; half: of half the memory, as where a prefill and a decode instance hold each "
+        "prompt; unlimited: without a bound",
     ]
     with ProcessPoolExecutor(processes) as pool:
         return merged(*pool.map(compared_chats, cases), {"notes": notes})
@@ -86,45 +94,54 @@ def simulated_chats(data: Path, processes: int) -> Result:
 
 def compared_chats(case: Chats) -> Result:
     """Mean TTFT and prompt tokens that were not computed: with pulls, without, and of `least_load`."""
-    work, least = case.workload(), LEAST_LOAD[case.cluster]
-    total, head = int(work.prompt_tokens.sum()), f"{case.cluster}_{case.name}"
-    pooled, unlimited = pooled_tokens(case.cluster, work), pooled_tokens(case.cluster, work, unlimited=True)
+    work, least, head = case.workload(), LEAST_LOAD[case.cluster], f"{case.cluster}_{case.name}"
     capacity = len(work) / case.run(least, work.at_once()).duration_s
-    figures = {
-        f"{head}_oracle_saved_share": round(pooled / total, 4),
-        f"{head}_unlimited_saved_share": round(unlimited / total, 4),
-    }
+    figures: dict[str, float] = {}
     aims: dict[str, Aim] = {}
+    rows: list[Row] = []
     for share in SHARES:
-        at, timed = f"{head}_at_{round(100 * share)}_percent", work.at_rate(share * capacity)
-        figures[f"{at}_per_s"] = round(share * capacity, 3)
+        at, timed = f"{head}_at_{round(100 * share)}_percent", case.workload(share * capacity)
         seen = {name: case.run(words, timed) for name, words in (SYSTEMS | {"least_load": least}).items()}
-        means = {}
+        total = int(timed.prompt_tokens.sum())
+        pooled, halved, unlimited = (pooled_tokens(case.cluster, timed, part) for part in (1.0, 0.5, None))
+        figures[f"{at}_oracle_saved_share"] = round(pooled / total, 4)
+        figures[f"{at}_half_oracle_saved_share"] = round(halved / total, 4)
+        figures[f"{at}_unlimited_saved_share"] = round(unlimited / total, 4)
+        ttft_s, hits = {}, {}
         for name, one in seen.items():
             known, saved = summary(one, SLO), total - sum(use.prefill_tokens for use in one.instances)
-            means[name] = known["ttft_mean_s"]
-            figures |= {f"{at}_{name}_{key}": round(known[key], digits) for key, digits in SHOWN.items()}
-            figures[f"{at}_{name}_saved_share"] = round(saved / total, 4)
-            figures[f"{at}_{name}_hits_of_oracle"] = round(saved / pooled, 4)
-        figures[f"{at}_pulls"] = seen["pull"].pulls
-        figures[f"{at}_pulled_share"] = round(seen["pull"].pulled_tokens / total, 4)
-        figures[f"{at}_no_pull_ttft_over_least_load"] = round(means["no_pull"] / means["least_load"], 3)
-        aims[f"{at}_hits_of_oracle"] = at_least(HITS, figures[f"{at}_pull_hits_of_oracle"])
-        aims[f"{at}_ttft_over_least_load"] = at_most(TTFT, means["pull"] / means["least_load"])
-    progress(f"{head}: {figures}")
-    return result(figures, aims)
+            ttft_s[name], hits[name] = known["ttft_mean_s"], saved / pooled
+            row: Row = {
+                "cluster": case.cluster,
+                "trace": case.name,
+                "per_s": round(share * capacity, 3),
+                "system": name,
+            }
+            row |= {key: round(known[key], digits) for key, digits in SHOWN.items()}
+            row |= {"saved_share": round(saved / total, 4), "hits_of_oracle": round(hits[name], 4)}
+            rows.append(row | {"pulls": one.pulls, "pulled_share": round(one.pulled_tokens / total, 4)})
+        figures[f"{at}_no_pull_hits_of_oracle"] = round(hits["no_pull"], 4)
+        figures[f"{at}_no_pull_ttft_over_least_load"] = round(ttft_s["no_pull"] / ttft_s["least_load"], 3)
+        aims[f"{at}_hits_of_oracle"] = at_least(HITS, hits["pull"], 4)
+        aims[f"{at}_ttft_over_least_load"] = at_most(TTFT, ttft_s["pull"] / ttft_s["least_load"])
+        progress(f"{at}: hits {hits}, TTFT {ttft_s}")
+    return result(figures, aims) | {"tables": {TABLE: rows}}
 
 
-def pooled_tokens(cluster: str, work: Workload, *, unlimited: bool = False) -> int:
-    """Prompt tokens that one cache for all instances would save."""
+def pooled_tokens(cluster: str, work: Workload, share: float | None = 1.0) -> int:
+    """Prompt tokens that one cache for all instances would save, of that share of their memory; None: of any size."""
     assert work.prefixes is not None  # these workloads name them
     assert work.answers is not None
     blocks = sum(node.kv_tokens for node in instances(cluster)) // work.prefix_block_tokens
     prompts = list(zip(work.prefixes, work.prompt_tokens.tolist(), strict=True))
-    return sum(oracle_tokens(prompts, work.prefix_block_tokens, None if unlimited else blocks, work.answers))
+    bound = round(share * blocks) if share is not None else None
+    return sum(oracle_tokens(prompts, work.prefix_block_tokens, bound, work.answers))
 
 
 # Goodput in the scenarios of `bench policies`, whose requests have no common prefixes, and of chats on their clusters.
+
+
+CHAT_SEEDS = 3  # where answers are long, single requests decide: goodput varies by a tenth
 
 
 def simulated_goodput(results: Path | None, processes: int) -> Result:
@@ -135,13 +152,19 @@ def simulated_goodput(results: Path | None, processes: int) -> Result:
 
 
 def compared_goodput(kept: Runs, case: Scenario) -> Result:
-    """Requests a second within their targets, with pulls and without."""
-    rough = goodput(kept.meets(case, WITH, MIN_REQUESTS, SHORT_S), 8.0, COARSE)
-    requests = max(MIN_REQUESTS, round(LASTS_S * rough))
-    with_pulls, without = (goodput(kept.meets(case, words, requests), rough, RESOLUTION) for words in (WITH, WITHOUT))
-    progress(f"{case.name}: {with_pulls:.2f} with pulls, {without:.2f} without")
+    """Requests a second within their targets, with pulls and without: means over the seeds."""
+    seeds = [replace(case, seed=case.seed + at) for at in range(CHAT_SEEDS if case.kind == CHATS else 1)]
+    found = [_goodputs(kept, one) for one in seeds]
+    with_pulls, without = (fmean(column) for column in zip(*found, strict=True))
+    progress(f"{case.name}: {with_pulls:.2f} with pulls, {without:.2f} without; by seed {found}")
     figures = {
         f"goodput_{case.name}_pull_per_s": round(with_pulls, 3),
         f"goodput_{case.name}_no_pull_per_s": round(without, 3),
     }
     return result(figures, {f"goodput_{case.name}_pull_over_none": at_least(1.0, with_pulls / max(1e-9, without))})
+
+
+def _goodputs(kept: Runs, case: Scenario) -> list[float]:
+    rough = goodput(kept.meets(case, WITH, MIN_REQUESTS, SHORT_S), 8.0, COARSE)
+    requests = max(MIN_REQUESTS, round(LASTS_S * rough))
+    return [goodput(kept.meets(case, words, requests), rough, RESOLUTION) for words in (WITH, WITHOUT)]

@@ -19,11 +19,12 @@ from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
-from shared.sim.workload import CHATS, Workload, conversations
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations
 from tools.simulate.deployment import Deployment, load_deployment
 from tools.simulate.workloads import WorkloadOptions, at_rate, make_workload
 
 CLUSTERS = ("equal", "fast_slow", "prefill_heavy", "mixed_32")
+CHATS_PER_S = {"equal": 12.0, "fast_slow": 6.0, "prefill_heavy": 15.0, "mixed_32": 60.0}  # about what is served
 KINDS = {"conversation": "azure-conv", "code": "azure-code", "mixed": "Mixed"}
 SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 TARGET = 0.9  # attainment at which a rate counts as served
@@ -62,7 +63,7 @@ class Scenario:
 
     def workload(self, rate: float, requests: int) -> Workload:
         if self.kind == CHATS:
-            return _chats(requests, self.seed).at_rate(rate)
+            return _chats(self.cluster, requests, self.seed).at_rate(rate)
         options = WorkloadOptions(KINDS[self.kind], requests=requests, seed=self.seed, arrivals="poisson")
         return at_rate(_requests(self.kind, requests, self.seed), options, rate)
 
@@ -78,8 +79,11 @@ def chat_scenarios(seed: int = SEED) -> Iterator[Scenario]:
 
 
 @cache
-def _chats(requests: int, seed: int) -> Workload:
-    return conversations(requests, seed)
+def _chats(cluster: str, requests: int, seed: int) -> Workload:
+    """Chats at about the rate that the cluster serves. They are the same at all rates; near this one their pauses are
+    as long as they should be.
+    """
+    return conversations(requests, seed, CHATS_PER_S[cluster] / TURNS_A_CHAT)
 
 
 @cache

@@ -140,6 +140,7 @@ class Job:
     failed_instances: list[str] = field(default_factory=list)
     moves: int = 0  # how often it continued elsewhere because it was paused
     migrations: int = 0  # how often it began to migrate
+    migrated_mono: float = float("-inf")  # when the last migration began
     migration_cause: str = ""
     moved_from: str = ""  # where it was paused last; excluded from the placements of its attempt on the new route
 

@@ -17,7 +17,8 @@ from gateway.job import Job
 from shared.domain.kv import TransferOutcome
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
-from shared.errors import EngineFailed, PolyphaseError
+from shared.errors import EngineFailed, NotFound, PolyphaseError
+from shared.policy.leaving import AGAIN_S
 from shared.policy.overload import MOVE_LEAST_S
 from shared.runtime.logs import get_log
 from shared.wire.messages import (
@@ -28,6 +29,7 @@ from shared.wire.messages import (
     DecodeReply,
     ExportRequest,
     Leave,
+    LeaveCause,
     LeaveRequest,
     Pause,
     PullRequest,
@@ -113,7 +115,10 @@ class Mover:
             self._moving = asyncio.get_running_loop().create_task(self._move(pause))
 
     def on_leave(self, leave: Leave) -> None:
-        if not self._is_moving and self._job.can_migrate:
+        if self._is_moving or not self._job.can_migrate:
+            return
+        wished = leave.cause in (LeaveCause.MEMORY, LeaveCause.TPOT)
+        if not wished or time.monotonic() - self._job.migrated_mono > AGAIN_S:  # loads lag: it might go to and fro
             self._moving = asyncio.get_running_loop().create_task(self._migrate(leave))
 
     @property
@@ -155,14 +160,17 @@ class Mover:
         try:
             target = await self._places.target(job, source, leave)
             booked = True
-            job.migrations += 1
+            job.migrations, job.migrated_mono = job.migrations + 1, time.monotonic()
             migration = Migration(target, leave.cause, time.time())
             job.migrates(source.instance_id, target.instance_id, leave.cause)
             await self._copy_ahead(migration, held)
             migration.transfer_id = self._transfer_id(ROUNDS)
             self.migration, left = migration, True
-            request = LeaveRequest(job_id, migration.transfer_id, migration.copied)
-            await self._clients.to(source.rpc).call(LEAVE, request, timeout_s=min(LEAVE_S, job.left_s))
+            try:
+                await self._call(source, LEAVE, LeaveRequest(job_id, migration.transfer_id, migration.copied), LEAVE_S)
+            except NotFound:
+                held.append((source, migration.transfer_id))
+                raise
         except asyncio.CancelledError:
             return  # by `_stop_moving`
         except PolyphaseError as error:

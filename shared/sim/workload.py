@@ -4,6 +4,7 @@ Synthetic workloads are made as whole arrays: a million requests take a fraction
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -288,16 +289,18 @@ def _require_positive(**values: float) -> None:
 def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
     """`count` requests of chats whose turns repeat all that was said before, the answers included.
 
-    Chats begin as a Poisson process, `per_s` a second, and share one system prompt. A chat goes on after each turn with
-    the probability `_GOES_ON`. The next message comes after the answer, taken to need `_ANSWER_S` a token, and a pause.
+    Chats begin as a Poisson process, `per_s` a second, and share one system prompt. Those that began before the start
+    are under way, so that about `TURNS_A_CHAT` times as many requests come in a second. A chat goes on after each turn
+    with the probability `_GOES_ON`. The next message comes after the answer, taken to need `_ANSWER_S` a token, and a
+    pause.
     """
     _require_positive(count=count, per_s=per_s)
     rng, size = np.random.default_rng(seed), _CHAT_BLOCK
     rows: list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]] = []
     system = list(range(_SYSTEM_TOKENS // size))
-    begins_s, fresh = 0.0, len(system)
-    # All chats that begin before the last of the first `count` requests: as many as could be among them.
-    while len(rows) < 4 * count:
+    begins_s, fresh = -_UNDER_WAY_S, len(system)
+    times_s: list[float] = []  # of the requests since the start, in order
+    while bisect_left(times_s, begins_s) < count:  # a chat that begins now may yet be among the first `count` requests
         at_s, tokens, ids = begins_s, _SYSTEM_TOKENS, list(system)
         while True:
             tokens += int(_lengths(rng, 1, *_MESSAGE)[0])
@@ -307,7 +310,9 @@ def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
             whole, filled = tokens // size, (tokens + output - 1) // size
             answer = range(fresh, fresh + filled - whole)
             fresh += len(answer)
-            rows.append((at_s, tokens, output, tuple(ids), tuple(answer)))
+            if at_s >= 0.0:
+                insort(times_s, at_s)
+                rows.append((at_s, tokens, output, tuple(ids), tuple(answer)))
             tokens += output
             ids = [*ids[:whole], *answer]
             if tokens > _CHAT_TOKENS or rng.random() > _GOES_ON:
@@ -329,10 +334,11 @@ def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
 
 
 # Of `conversations`: tokens of the system prompt, of messages and answers (mean, coefficient of variation), and at most
-# of a chat; the probability of a further turn (six turns a chat on average), and the seconds before it.
+# of a chat; the probability of a further turn, and the seconds before it; for how long chats have begun at the start.
 _CHAT_BLOCK, _SYSTEM_TOKENS, _CHAT_TOKENS = 64, 1024, 12_000
 _MESSAGE, _ANSWER = (400.0, 1.0), (300.0, 0.6)
-_GOES_ON, _ANSWER_S, _PAUSE_S = 5.0 / 6.0, 0.03, 30.0
+_GOES_ON, _ANSWER_S, _PAUSE_S, _UNDER_WAY_S = 5.0 / 6.0, 0.03, 30.0, 600.0
+TURNS_A_CHAT = 5.6  # on average, as measured
 
 Arrivals = Callable[[Workload, float, int], Workload]
 

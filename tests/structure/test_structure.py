@@ -6,7 +6,7 @@ from tests.structure.measure import structure
 from tests.structure.request_path import files_on_paths
 
 SINGLE_IMPORTERS = 0.18  # of the files
-CHAT, CHAT_GATEWAY, FLIP = 125, 15, 70
+CHAT, CHAT_GATEWAY, FLIP = 125, 16, 70
 
 
 def test_few_files_have_a_single_importer() -> None:

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from services.worker.engines.base import CacheExport, Left
-from services.worker.engines.vllm_patches import sampling_state
+from services.worker.engines.vllm_patches import forced_tokens, sampling_state
 from services.worker.kv.vllm.connector import ExportChunk, drop_on_rank, stage_on_rank
 from shared.domain.kv import EXPORT_SHARE
 from shared.runtime.logs import get_log
@@ -77,9 +77,12 @@ class CacheExports:
         return self._begin(wanted, _computed(request), self._cache.get_blocks(request_id).blocks)
 
     def leave(self, request_id: str, wanted: CacheExport, left: Callable[[Left | None], None]) -> None:
-        """Have a request leave. `left` is called with None where it has ended or has not begun its answer."""
+        """Have a request leave. `left` is called with None where it has ended, has not begun its answer, or still
+        generates tokens again that its client has: its state would be that after fewer tokens than are known.
+        """
         request = self._scheduler.requests.get(request_id)
-        if request is None or not request.num_output_tokens or request_id in self._leaving:
+        known = len(forced_tokens(request.sampling_params)) if request is not None else 0
+        if request is None or request.num_output_tokens < max(1, known) or request_id in self._leaving:
             left(None)
             return
         request.next_decode_eligible_step = NEVER  # no further step computes it
@@ -92,7 +95,8 @@ class CacheExports:
             if request is None or request.is_finished():  # the step under way was its last one
                 del self._leaving[request_id]
                 leaving.left(None)
-            elif not request.num_output_placeholders:
+            elif not (request.num_output_placeholders or request.num_in_flight_tokens):
+                # Placeholders count no steps of a request that was preempted meanwhile, nor those of pipeline stages.
                 del self._leaving[request_id]
                 leaving.left(self._left(request, leaving.wanted))
         computes = bool(self._scheduler.running)

@@ -326,9 +326,12 @@ def sampling_state(core: Any, request_id: str) -> bytes:
     """The state of a request's sampler after all tokens that the engine core has given out. No step of the request may
     be under way. Empty for most requests: their tokens are all the state they have.
     """
-    config, params = core.vllm_config, core.scheduler.requests[request_id].sampling_params
+    request = core.scheduler.requests[request_id]
+    config, params, resumed = core.vllm_config, request.sampling_params, _resumed(request.sampling_params)
     if not any(_kept(params)):
         return b""
+    if resumed is not None and request.num_output_tokens == len(resumed.tokens):
+        return resumed.state  # nothing was drawn since, and the ranks may not know the request yet
     state = SamplerState(_sampler_kind(config))
     if not config.use_v2_model_runner:  # the second model runner draws by seed and position, and scans the tokens
         generator, thinking = core.model_executor.collective_rpc(_sampler_state, args=(request_id,))[-1]

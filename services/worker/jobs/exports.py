@@ -11,7 +11,7 @@ from services.worker.engines.base import Engine, EngineRequest, failure
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv import import_salt
-from services.worker.kv.port import KvPort
+from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import InstanceInfo
 from shared.domain.job import JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
@@ -19,6 +19,8 @@ from shared.domain.prompt import length, unpacked
 from shared.errors import InvalidRequest, WrongRole
 from shared.wire.messages import ExportReply, ExportRequest, PullReply, PullRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
+
+PULLS_AT_ONCE = 2  # the rest of a job's KV, for which its client waits, comes behind at most so many copies of others
 
 
 class ExportService:
@@ -43,6 +45,7 @@ class ExportService:
         self._info = info
         self._cached_tokens = cached_tokens
         self._sequence = 0
+        self._pulling = asyncio.Semaphore(PULLS_AT_ONCE)
 
     async def export(self, request: ExportRequest, call: ServerCall) -> ExportReply:
         """Stage KV that this instance holds. Raises NotFound for a job that does not decode here."""
@@ -64,18 +67,25 @@ class ExportService:
 
         Raises NoRoom if the request allows that; WrongRole while the instance drains.
         """
-        handle, generation = request.handle, request.generation
-        if request.prompt_tokens <= handle.tokens:
+        if request.prompt_tokens <= request.handle.tokens:
             raise InvalidRequest(
-                f"prompt: its {request.prompt_tokens} tokens must be more than the {handle.tokens} of the handle"
+                f"prompt: its {request.prompt_tokens} tokens must be more than the handle's {request.handle.tokens}"
             )
+        expected = self._kv.expect(request.handle)  # its lease is renewed while it waits
+        try:
+            async with self._pulling:
+                return await self._pull(request, expected)
+        finally:
+            self._kv.end(expected)
+
+    async def _pull(self, request: PullRequest, expected: ExpectedImport) -> PullReply:
+        handle, generation = request.handle, request.generation
         if self._roles.draining:
             raise WrongRole("this instance is draining")
         self._decodes.check_room(request)
         salt = import_salt(handle, self._info.precision, generation.cache_salt)
         self._sequence += 1
         request_id = f"{request.job.job_id}#i{self._sequence}"
-        expected = self._kv.expect(handle)
         ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
 
         def step(output: TokenStep) -> None:
@@ -113,7 +123,6 @@ class ExportService:
             return PullReply(report, handle.tokens - handle.tokens % self._cached_tokens)
         finally:
             self._engine.abort(request_id)
-            self._kv.end(expected)
 
 
 def _cached_request(request: ExportRequest) -> EngineRequest:

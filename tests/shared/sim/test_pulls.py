@@ -140,8 +140,8 @@ def test_a_whole_prompt_but_its_last_token_is_pulled() -> None:
 
 def test_a_pull_waits_for_the_end_of_the_holders_step_and_takes_a_share_of_its_time() -> None:
     """KV of 1 MB a token: 640 tokens are gathered in 32 ms of the holder's time, a fifth of it while it decodes."""
-    big = {"kv_bytes_per_token": 1e6, "link": Link(1e12, 0.0, 1.0)}
-    specs = [replace(spec, **big) for spec in cluster("a", "b", role=Role.DECODE)]
+    link = Link(1e12, 0.0, 1.0)
+    specs = [replace(spec, kv_bytes_per_token=1e6, link=link) for spec in cluster("a", "b", role=Role.DECODE)]
     gather_s = 640 * 1e6 / GATHER_BYTES_S
     work = replace(with_prefixes((0.0, 640, 2), (5.0, 64, 1_000), (10.0, 700, 2)), prefixes=(IDS, (), IDS))
     alone = told(work, specs, "a a b", {})

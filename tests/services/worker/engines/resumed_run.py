@@ -9,6 +9,7 @@ from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.structured_output.utils import choice_as_grammar
 
+from services.worker.engines.base import CacheExport
 from services.worker.engines.vllm import VllmEngine
 from services.worker.engines.vllm_patches import sampling_state
 from shared.wire.messages import decode_rows
@@ -20,6 +21,7 @@ FORCED_END = " it is over."  # of thinking beyond its budget: several tokens
 TOKENS = 32
 AFTER = (1, 10, 12, 21)  # tokens after which answers leave: before, within and after FORCED_END, too
 BUDGET = 10
+HOPS = 8
 BEGINS = {"thinking twice": [4, 500, 408, 336, 1004, 18, 600, 4, 502]}  # made to begin so: with thinking that ends
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 60}}, "required": ["name"]}
 ENGINE: dict[str, Any] = {
@@ -178,9 +180,31 @@ async def begun(run: Run, leaving: Leaving, kind: str) -> dict[str, Any]:
     }
 
 
-async def found(port: int, overlapping: bool, given: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """Each kind of answer, begun here; or the rests of those that another engine has begun."""
-    engine = {**ENGINE, "engine_args": {**ENGINE["engine_args"], **settings}}
+async def hopped(run: Run, kind: str) -> list[Any]:
+    """An answer that leaves again and again soon after its next token, without its KV."""
+    tokens: list[int] = []
+    state = b""
+    for hop in range(HOPS):
+        name = f"{kind} hop {hop}"
+        begun = {"forced_tokens": list(tokens), "resumes": bool(tokens), "state": state}
+        more: dict[str, Any] = {"generation": reasoning_of(kind), **begun}
+        run.submit(name, prompt_of(kind, run.engine), TOKENS, kinds()[kind], **more)
+        await run.produced(name, 1)
+        nowhere = CacheExport(name, 0, lambda _: None, lambda: False)
+        left = await run.engine.leave(name, nowhere) if hop < HOPS - 1 else None
+        if left is None:
+            end = await run.end(name)
+            return [tokens + run.tokens[name], [end.finish_reason, end.stop_reason]]
+        tokens += run.tokens[name]
+        state = left.state
+    raise AssertionError("the last one does not leave")
+
+
+async def found(
+    port: int, overlapping: bool, given: dict[str, Any] | None = None, caching: bool = True
+) -> dict[str, Any]:
+    """Each kind of answer, begun here; or the rests of those that another engine has begun. caching: of prefixes."""
+    engine = {**ENGINE, "engine_args": {**ENGINE["engine_args"], "enable_prefix_caching": caching}}
     async with started(port, 1 << 20, {}, async_scheduling=overlapping, **engine) as here:
         run = Run(here.engine)
         if given is None:
@@ -204,7 +228,8 @@ async def _others(run: Run, given: dict[str, Any]) -> dict[str, Any]:
         known = {AFTER[-1]: answer["states"][AFTER[-1]] if state is None else state}
         await resumed(run, kind, answer["whole"], known, f"counted {state is None}")
         decodes.append(await _decodes(run) - before)
-    return {"lost": lost, "decodes": decodes}
+    hopping = {kind: await hopped(run, kind) for kind in ("seed", "penalties", "least", "json", "budget and regex")}
+    return {"lost": lost, "decodes": decodes, "hopping": hopping}
 
 
 async def _decodes(run: Run) -> int:

@@ -41,6 +41,7 @@ from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelR
 from vllm.v1.worker.gpu_worker import Worker
 
 from services.worker.engines.vllm_patches import (
+    RESUMED,
     ForcedTokens,
     SamplerState,
     resumes_exactly,
@@ -135,10 +136,10 @@ def engine(device: str = "cpu", **more: Any) -> Any:
     )
 
 
-def handed_over(config: Any, params: SamplingParams, **kept: Any) -> bytes:
-    """The state of a request in an engine whose last rank keeps this."""
+def handed_over(config: Any, params: SamplingParams, tokens: int = 3, **kept: Any) -> bytes:
+    """The state of a request after so many tokens in an engine whose last rank keeps this."""
     ranks = SimpleNamespace(collective_rpc=lambda *_, **__: [None, (kept.get("generator", b""), kept.get("thinking"))])
-    requests = {"r": SimpleNamespace(sampling_params=params)}
+    requests = {"r": SimpleNamespace(sampling_params=params, num_output_tokens=tokens)}
     core = SimpleNamespace(vllm_config=config, model_executor=ranks, scheduler=SimpleNamespace(requests=requests))
     return sampling_state(core, "r")
 
@@ -169,6 +170,13 @@ def test_a_seed_or_a_thinking_budget_goes_on_with_its_state_in_an_engine_of_its_
     assert not resumes_exactly(engine(), params, lost)
     older = msgspec.structs.replace(msgspec.msgpack.decode(state, type=SamplerState), engine="vllm 0.31.0 v1 cpu")
     assert not resumes_exactly(engine(), params, msgspec.msgpack.encode(older))
+
+
+def test_an_answer_that_moves_on_before_its_next_token_has_the_state_with_which_it_came() -> None:
+    """The ranks may not have the request yet."""
+    params = SamplingParams(temperature=1.0, seed=3, extra_args={RESUMED: {"tokens": [5, 6], "state": b"came"}})
+    assert handed_over(engine(), params, 2) == b"came"
+    assert handed_over(engine(), params, 3, generator=b"new") == handed_over(engine(), SEEDED, generator=b"new")
 
 
 def test_the_second_model_runner_keeps_nothing_but_says_that_it_is_the_second() -> None:

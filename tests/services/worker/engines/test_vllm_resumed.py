@@ -15,9 +15,11 @@ SCRIPT = "tests.services.worker.engines.resumed_run"
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping"])
 def begun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """With vLLM's asynchronous scheduling and without; so are the answers' rests, the other way round."""
+    """With vLLM's asynchronous scheduling and without; so are the answers' rests, the other way round. The second of
+    the engines that these move to has no prefix cache.
+    """
     source = found_by(SCRIPT, tmp_path_factory.mktemp("source"), request.param)
-    target = found_by(SCRIPT, tmp_path_factory.mktemp("target"), not request.param, source)
+    target = found_by(SCRIPT, tmp_path_factory.mktemp("target"), not request.param, source, not request.param)
     return {"source": source, **target}
 
 
@@ -53,3 +55,10 @@ def test_known_tokens_are_computed_in_one_step(begun: Found) -> None:
     """The first new token comes from that step; without the state each known token takes a step."""
     later = TOKENS - AFTER[-1] - 1
     assert begun["decodes"] == [later, later, TOKENS - 1]
+
+
+def test_an_answer_that_leaves_again_and_again_is_the_same(begun: Found) -> None:
+    """At whichever moments it does."""
+    for kind, answer in begun["hopping"].items():
+        whole = begun["source"][kind]["whole"]
+        assert answer == [whole["tokens"], whole["end"]], kind

@@ -180,7 +180,7 @@ async def test_what_does_not_arrive_is_not_computed(monkeypatch: pytest.MonkeyPa
 
 async def test_pulls_are_refused_where_they_make_no_sense() -> None:
     here = Side(Role.DECODE)
-    with pytest.raises(InvalidRequest, match="2 tokens must be more than the 2"):
+    with pytest.raises(InvalidRequest, match="2 tokens must be more than the handle's 2"):
         await here.exports.pull(pull_request(2), cast(ServerCall, here.call))
     here.roles.draining = True
     with pytest.raises(WrongRole, match="draining"):

@@ -1,0 +1,81 @@
+"""`bench mobility`: its sections, figures and aims, on a small trace."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import mobility
+from benchmarks.goodput import Meets
+from benchmarks.mobility import Chats, compared_chats, compared_goodput, pooled_tokens, run_mobility_bench
+from benchmarks.policies import Runs
+from benchmarks.scenarios import Scenario, all_scenarios, chat_scenarios
+from shared.errors import InvalidRequest, NotFound
+
+
+def test_sections_are_chosen_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no part nothing; known: chats, goodput"):
+        run_mobility_bench(tmp_path, ("nothing",))
+    with pytest.raises(NotFound, match="conversation_trace"):
+        run_mobility_bench(tmp_path, ("chats",))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Sixteen chats of two turns each. The second one repeats the answer to the first, which fills a block."""
+    rows = [
+        {"timestamp": at + 500 * number, "input_length": length, "output_length": 600, "hash_ids": ids}
+        for at, length, blocks in ((0, 8_192, 16), (60_000, 9_300, 19))
+        for number in range(16)
+        for ids in [list(range(100 * number, 100 * number + blocks))]
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return tmp_path / "trace.jsonl"
+
+
+@pytest.mark.parametrize("cluster", list(mobility.LEAST_LOAD))
+def test_hits_are_compared_with_an_oracles_and_ttft_with_least_load(
+    cluster: str, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mobility, "SHARES", (0.5,))
+    case = Chats(cluster, "conversation", trace)
+    work = case.workload()
+    assert work.answers is not None
+    assert sum(map(len, work.answers)) == 16
+    assert pooled_tokens(cluster, work) == 16 * 17 * 512  # a prompt of 16 blocks, and one of its answer
+    found = compared_chats(case)
+    assert found["aims"].keys() == {
+        f"{cluster}_conversation_at_50_percent_{name}" for name in ("hits_of_oracle", "ttft_over_least_load")
+    }
+    rows = found["tables"][mobility.TABLE]
+    assert [row["system"] for row in rows] == ["pull", "no_pull", "least_load"]
+    assert rows[0]["hits_of_oracle"] >= rows[1]["hits_of_oracle"] > rows[2]["hits_of_oracle"]
+    assert rows[1]["pulls"] == rows[2]["pulls"] == 0
+
+
+def test_the_scenarios_of_goodput_are_those_of_bench_policies_and_chats() -> None:
+    names = [case.name for case in (*all_scenarios(), *chat_scenarios())]
+    assert len(set(names)) == len(names) == 16
+    assert names[-1] == "mixed_32_chats"
+
+
+class Served(Runs):
+    """Rates that are served, by policy."""
+
+    def meets(self, case: Scenario, policy: str, requests: int, lasts_s: float = 0.0) -> Meets:
+        return lambda rate: rate <= (22.0 if policy == mobility.WITH else 20.0)
+
+
+def test_goodput_with_pulls_and_without() -> None:
+    found = compared_goodput(Served(), Scenario("equal", "chats"))
+    with_pulls, without = (found["figures"][f"goodput_equal_chats_{name}_per_s"] for name in ("pull", "no_pull"))
+    assert (with_pulls, without) == (pytest.approx(22.0, rel=0.02), pytest.approx(20.0, rel=0.02))
+    (aim,) = found["aims"].values()
+    assert aim["met"]
+
+
+def test_chats_are_served_with_prefix_caches() -> None:
+    result = Scenario("equal", "chats").result(mobility.WITH, 10.0, 60)
+    computed = sum(use.prefill_tokens for use in result.instances)
+    assert result.outcomes.completed.all()
+    assert computed < 0.8 * result.outcomes.prompt_tokens.sum()
