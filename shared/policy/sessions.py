@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared.domain.job import JobView
+from shared.domain.kv import Codec
 from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.route import Route
 from shared.policy.prefix_index import PrefixIndex
@@ -48,6 +49,7 @@ class _Open:
     prompt_tokens: int
     blocks: int
     last_hash: int
+    reusable: bool = True  # the KV that the decode instance has, by later prompts
 
 
 class Sessions:
@@ -73,6 +75,7 @@ class Sessions:
             found.prefill, found.prefill_tokens = route.prefill.instance_id, route.split
         if route.decode is not None:
             found.decode = route.decode.instance_id
+            found.reusable = _joins_cache(job, route)
         self.under_way[job.job_id] = found
         if len(self.under_way) > self._kept:
             self.under_way.popitem(last=False)
@@ -84,7 +87,8 @@ class Sessions:
             return
         held: dict[str, int] = {}
         if job.decode:
-            held[job.decode] = _whole(job.prompt_tokens + output_tokens - 1)  # the last token was not computed
+            computed = job.prompt_tokens + output_tokens - 1  # all but the last token
+            held[job.decode] = _whole(computed) if job.reusable else 0
         if job.prefill:
             held[job.prefill] = max(held.get(job.prefill, 0), _whole(job.prefill_tokens))
         self._turns.pop(job.session, None)
@@ -110,6 +114,15 @@ class Sessions:
             instance_id: tokens if age_s <= (UNREPORTED_S if prefixes.reports(instance_id) else UNKNOWN_S) else 0
             for instance_id, tokens in turn.held.items()
         }
+
+
+def _joins_cache(job: JobView, route: Route) -> bool:
+    """Whether later prompts find the KV at the decode instance: not where it may have come in a lossy codec, or from an
+    instance of another precision.
+    """
+    if route.prefill is None or route.decode is None:
+        return True
+    return job.slo.lossy_kv is Codec.RAW and route.prefill.precision == route.decode.precision
 
 
 def _whole(tokens: int) -> int:

@@ -60,7 +60,7 @@ from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
 from services.worker.engines.vllm_sessions import KeptSessions
 from services.worker.engines.vllm_start import engine_config, engine_info, kept_kv, lora_requests, media_of, ranks_port
-from services.worker.kv import holds_exact_kv
+from services.worker.kv import lossy_salt
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import digest_of_key
@@ -423,7 +423,7 @@ class VllmEngine:
                 add_resumed(self._core.engine_core, core_request)
             else:
                 self._core.add_request(core_request)
-            if holds_exact_kv(request.generation.cache_salt):  # no other request finds what is approximate
+            if not request.generation.cache_salt.startswith(lossy_salt("")):  # its next turn would not find it
                 self._kept.watch(request.request_id, request.job.session)
             if adapter := request.generation.adapter:
                 self._with_adapter[request.request_id] = adapter

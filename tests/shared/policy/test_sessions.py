@@ -8,6 +8,7 @@ import pytest
 
 from shared.domain.instance import InstanceView
 from shared.domain.job import JobView
+from shared.domain.kv import Codec
 from shared.domain.route import Affinity, InstanceRef, Route
 from shared.explain.reasons import phrase
 from shared.policy.adaptive import Adaptive
@@ -16,12 +17,13 @@ from shared.policy.ledger import WorkloadLedger
 from shared.policy.placement import Policies, place
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.sessions import UNKNOWN_S, UNREPORTED_S, Sessions, Turn
-from tests.shared.policy.views import ALL, asked, busy, d, p, view
+from tests.shared.policy.views import ALL, TARGETS, asked, busy, d, p, view
 
 FIRST = tuple(range(1, 31))  # hashes of blocks of 64 tokens: 1,920
 NEXT = (*FIRST, *range(100, 105))
 PROMPT, LATER = 1_950, 2_250
 ENDED_S = 100.0
+OTHER_PRECISION = InstanceRef("d", 1, "tcp://d:1", "fp8")
 WITHOUT = Policies(Adaptive(sessions=False), ALL.split, ALL.dispatch)
 
 
@@ -127,6 +129,22 @@ def test_prefill_and_decode_instance_are_remembered_with_what_each_has() -> None
     sessions.placed(msgspec.structs.replace(job, local_only=True), on("e"))  # the decode alone
     sessions.ended("j", 100, 1.0)
     assert sessions.last(job) == Turn({"e": 2_048, "p": 640}, 30, 30, 1.0)
+
+
+def test_kv_that_later_prompts_do_not_find_is_not_held() -> None:
+    lossy = msgspec.structs.replace(TARGETS, lossy_kv=Codec.INT4)
+    for job, route, tokens in (
+        (turn(PROMPT, FIRST), on("d", "p", PROMPT), 2_048),
+        (msgspec.structs.replace(turn(PROMPT, FIRST), slo=lossy), on("d", "p", PROMPT), 0),
+        (msgspec.structs.replace(turn(PROMPT, FIRST), slo=lossy), on("d"), 2_048),
+        (turn(PROMPT, FIRST), msgspec.structs.replace(on("d", "p", PROMPT), decode=OTHER_PRECISION), 0),
+    ):
+        sessions = Sessions()
+        sessions.placed(job, route)
+        sessions.ended("j", 100, 1.0)
+        last = sessions.last(job)
+        assert last is not None
+        assert last.held["d"] == tokens
 
 
 def test_a_job_that_fails_leaves_the_last_turn() -> None:
