@@ -45,6 +45,7 @@ async def test_one_scheduler_knows_the_turns_of_a_session(tmp_path: Path) -> Non
                 told = " ".join(sentence.text for sentence in explain(job.timeline).steps)
                 assert "its session's last turn was computed by" in told
                 await gateway._reporter.flush()
+                last = job.decode_instance
 
 
 async def test_a_hint_prefetches_the_answer_to_the_prefill_instance(tmp_path: Path) -> None:
