@@ -40,7 +40,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.plain_stream import Pace
 from gateway.reports import Reporter, recording
-from gateway.sessions import SessionBook, Warmer
+from gateway.sessions import WARM_PATH, SessionBook, Warmer
 from gateway.sessions import routes as session_routes
 from gateway.settings import GatewaySettings
 from gateway.structured_outputs import Grammars
@@ -190,7 +190,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
             warmer = Warmer(settings, book, clients, schedulers, metrics.warms)
             stack.push_async_callback(warmer.close)
             app.include_router(session_routes(warmer))
-            core.on_turn = book.ended
+            core.on_turn, served = book.ended, served | {WARM_PATH}
             metrics.sessions.set_function(lambda: len(book))
             metrics.session_bytes.set_function(lambda: book.bytes)
         if settings.lean_streams:
