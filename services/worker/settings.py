@@ -64,6 +64,7 @@ class WorkerSettings(TracedSettings):
     max_model_len: int = Field(2048, gt=0)
     max_seqs: int = Field(64, gt=0)
     kv_cache_bytes: int = Field(256 << 20, gt=0)
+    host_kv_bytes: int = Field(0, ge=0)  # of each rank: host memory for KV that left its cache; 0: none is kept
     tensor_parallel: int = Field(1, gt=0, le=1024)
     pipeline_parallel: int = Field(1, gt=0, le=1024)  # stages, each of `tensor_parallel` ranks
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
@@ -126,6 +127,8 @@ class WorkerSettings(TracedSettings):
             raise ValueError("\n".join(f"engine_args: {fault}" for fault in faults))
         if self.lora.enabled and self.engine == "emulated":
             raise ValueError("lora: an emulated engine has no adapters: use `engine: vllm`, or leave `lora` out")
+        if self.host_kv_bytes and self.engine == "emulated":
+            raise ValueError("host_kv_bytes: an emulated engine has no host tier: use `engine: vllm`, or leave it out")
         if self.weights and self.engine == "emulated":
             raise ValueError("weights: an emulated engine loads none: use `emulated_precision`")
         if self.emulated_precision and self.engine != "emulated":

@@ -37,6 +37,7 @@ from services.worker.engines.base import (
     EnginePolicies,
     EngineRequest,
     EngineStats,
+    HostTierStats,
     KnownTokens,
     Left,
     Sink,
@@ -59,7 +60,15 @@ from services.worker.engines.vllm_patches import (
 from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
 from services.worker.engines.vllm_sessions import KeptSessions
-from services.worker.engines.vllm_start import engine_config, engine_info, kept_kv, lora_requests, media_of, ranks_port
+from services.worker.engines.vllm_start import (
+    engine_config,
+    engine_info,
+    kept_kv,
+    lora_requests,
+    media_of,
+    ranks_port,
+    start_host_tier,
+)
 from services.worker.kv import lossy_salt
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
@@ -293,6 +302,7 @@ class VllmEngine:
         core = self._core.engine_core
         self._hasher = core.request_block_hasher
         self._exports = CacheExports(core)
+        self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
         return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)
@@ -499,6 +509,7 @@ class VllmEngine:
             sessions=len(self._kept),
             session_blocks=self._kept.pinned,
             sessions_yielded=self._kept.yielded,
+            host=self._host.stats() if self._host is not None else HostTierStats(),
         )
 
     # Back on the event loop.
