@@ -93,6 +93,9 @@ class WorkerSettings(TracedSettings):
     lease_s: float = Field(30.0, gt=0)  # staged KV that no decode instance pulls, or waits to pull, is kept for so long
     lease_renewals: int = Field(120, ge=0)  # of one transfer's lease, a third of it apart, while its decode waits
     pull_timeout_s: float = Field(10.0, gt=0)
+    # A session's KV is kept for so long after its request, in at most this share of the KV blocks; 0: it is not kept.
+    session_keep_s: float = Field(30.0, ge=0)
+    session_share: float = Field(0.1, ge=0, le=0.9)
     lossy_kv: bool = False  # some class of requests allows it: codecs are loaded and measured at the start, not later
     kv_fault: str = ""  # fault injection for tests: see kv/vllm/connector.py
 

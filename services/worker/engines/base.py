@@ -221,7 +221,8 @@ class HostTierStats(msgspec.Struct, frozen=True):
 
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of requests without blocks that
-    are to decode here. `prompt_tokens`, `hit_tokens` and `preemptions` count since the start.
+    are to decode here. `free_blocks` includes those that are kept for sessions and that no request uses.
+    `prompt_tokens`, `hit_tokens`, `preemptions` and `sessions_yielded` count since the start.
     """
 
     running: int = 0
@@ -232,6 +233,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0  # of all requests that have started
     hit_tokens: int = 0  # of these, found in the engine's own prefix cache or in its host memory
     preemptions: int = 0  # how often a request lost its blocks
+    sessions: int = 0  # whose KV is kept until their next turn
+    session_blocks: int = 0  # that are kept for them
+    sessions_yielded: int = 0  # whose blocks requests needed
     host: HostTierStats = HostTierStats()
 
 

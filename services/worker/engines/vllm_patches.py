@@ -71,6 +71,23 @@ class _NoBlocks(set[int]):
         pass
 
 
+def before_shortage(scheduler: Any, make_room: Callable[[], bool]) -> None:
+    """Have vLLM (0.32) call `make_room` where a request finds too few free blocks, and look again while that is true.
+
+    An allocation that finds too few has changed nothing that a second one would change otherwise.
+    """
+    manager = scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(*args, **kwargs)
+        while blocks is None and make_room():
+            blocks = allocate(*args, **kwargs)
+        return blocks
+
+    manager.allocate_slots = allocate_slots
+
+
 def observe_steps(scheduler: Any, scheduled: Callable[[Any], None], updated: Callable[[Any], None]) -> None:
     """Call `scheduled(plan)` after each step is scheduled, and `updated(plan)` before its tokens are accounted for.
 
