@@ -45,7 +45,6 @@ VLLM = {
     "services/worker/engines/vllm_exports.py",
     "services/worker/engines/vllm_observers.py",
     "services/worker/engines/vllm_patches.py",
-    "services/worker/engines/vllm_exports.py",
     "services/worker/engines/vllm_scheduler.py",
     "services/worker/engines/vllm_sessions.py",
     "services/worker/engines/vllm_cpu_worker.py",
