@@ -6,6 +6,7 @@ undisturbed, wherever it went.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -175,8 +176,13 @@ async def migrating(
     """
     source, target = suite.decode
     async with answering(suite, source) as ids, disturbed(suite.wires.between(target, source, "kv"), change):
-        await asyncio.gather(*(_move(suite, each, target) for each in ids))
-        await _until_staged(suite, source)
+
+        async def under_way() -> bool:
+            """The scheduler may not know yet that the target is ready again: then an answer stays."""
+            await asyncio.gather(*(_move(suite, each, target) for each in ids))
+            return bool(await _staged_bytes(suite, source))
+
+        await until(under_way, UNDER_WAY_S, f"KV to be staged at {source}", poll_s=0.3)
         yield source, target
 
 
@@ -200,23 +206,20 @@ async def _to_and_fro(suite: SuiteUnderTest, change: Callable[[Proxy], object], 
 async def _move(suite: SuiteUnderTest, request_id: str, to: str) -> bool:
     """Order a move until it is accepted. False: the answer ended, or did not come from elsewhere for long."""
     try:
-        row = await find_row(suite, request_id, Phase.DECODE)
+        job_id = (await find_row(suite, request_id, Phase.DECODE)).job_id
     except NotFound:
         return False
-
-    async def accepted() -> bool:
-        try:
-            await monitor.move(row.job_id, to=to)
-        except PolyphaseError:  # it is there already, or an instance does not answer in time
-            return False
-        return True
-
+    give_up_mono = time.monotonic() + ACCEPTED_S
     async with suite.monitor() as monitor:
-        try:
-            await until(accepted, ACCEPTED_S, f"the move of {row.job_id} to be accepted", poll_s=0.02)
-        except PolyphaseError:
-            return False
-    return True
+        while time.monotonic() < give_up_mono:
+            try:
+                await monitor.move(job_id, to=to)
+                return True
+            except PolyphaseError as error:  # it is there already, or an instance does not answer in time
+                if "has ended" in error.message:
+                    return False
+            await asyncio.sleep(0.1)
+    return False
 
 
 async def _begun(suite: SuiteUnderTest, request_id: str) -> RequestRow:
