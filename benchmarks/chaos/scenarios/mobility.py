@@ -105,15 +105,18 @@ async def _flip_target(suite: SuiteUnderTest) -> None:
     await suite.reset_roles()
 
 
-@move("move-drain-kill", "an instance drains; the instance to which its answers migrate dies", outage_s=1.0)
+@move("move-drain-kill", "an instance drains; the instance to which its answers migrate dies")
 async def _drain_kill(suite: SuiteUnderTest) -> None:
+    """Until the other one is back, no instance takes decodes."""
     source, target = suite.decode
     async with answering(suite, source):
         async with disturbed(suite.wires.between(target, source, "kv"), Proxy.stall):
             draining = asyncio.create_task(suite.drain(source, timeout_s=30.0))
             await _until_staged(suite, source)
             old = suite.processes.kill(target)
-        await suite.processes.back(old)
+        with suite.outage():
+            await suite.processes.back(old)
+            await suite.until_ready(target)
         await draining
         await suite.resume(source)
 
