@@ -6,10 +6,9 @@ undisturbed, wherever it went.
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from benchmarks.jobs import find_row, records
 from benchmarks.suite import until_found
 from services.launcher.suite import until
 from shared.domain.job import Phase
-from shared.errors import NotFound, PolyphaseError
+from shared.errors import DeadlineExceeded, NotFound, PolyphaseError
 from shared.timeline import RequestTimeline
 from shared.wire.api.scheduler import RequestRow
 from tools.client import Request, Response, send
@@ -39,7 +38,7 @@ ROUNDS = 6  # moves of each answer, to and fro
 CHATS = 3
 TURN, QUESTION, NEXT = 40, 30, 24  # tokens of the first answer, of the next question and of its answer
 HEARD_S = 0.5  # until the scheduler has heard what caches hold
-BEGUN_S, ACCEPTED_S, UNDER_WAY_S = 20.0, 5.0, 8.0
+BEGUN_S, MOVED_S, UNDER_WAY_S = 20.0, 5.0, 8.0
 SLOW_BYTES_S = 1_000_000
 
 move = partial(scenario, "mobility", bed=MOBILE, bound_s=60.0)
@@ -182,7 +181,7 @@ async def migrating(
 
         async def under_way() -> bool:
             """The scheduler may not know yet that the target is ready again: then an answer stays."""
-            await asyncio.gather(*(_move(suite, each, target) for each in ids))
+            await asyncio.gather(*(_order_move(suite, each, target) for each in ids))
             return bool(await _staged_bytes(suite, source))
 
         await until(under_way, UNDER_WAY_S, f"KV to be staged at {source}", poll_s=0.3)
@@ -198,31 +197,31 @@ async def _to_and_fro(suite: SuiteUnderTest, change: Callable[[Proxy], object], 
     async with answering(suite, first) as ids, disturbed(wires, change):
 
         async def moved(request_id: str) -> None:
-            for number in range(ROUNDS):
-                to = (second, first)[number % 2]  # refused until the answer has come from there
-                if not all(await asyncio.gather(*(_move(suite, request_id, to) for _ in range(at_once)))):
-                    return
+            with suppress(DeadlineExceeded, NotFound):  # slow, or ended
+                for number in range(ROUNDS):
+                    await _until_moved(suite, request_id, (second, first)[number % 2], at_once)
 
         await asyncio.gather(*(moved(each) for each in ids))
 
 
-async def _move(suite: SuiteUnderTest, request_id: str, to: str) -> bool:
-    """Order a move until it is accepted. False: the answer ended, or did not come from elsewhere for long."""
-    try:
-        job_id = (await find_row(suite, request_id, Phase.DECODE)).job_id
-    except NotFound:
+async def _until_moved(suite: SuiteUnderTest, request_id: str, to: str, at_once: int) -> None:
+    """Order the move until the answer comes from there. Raises DeadlineExceeded, and NotFound when it has ended."""
+
+    async def there() -> bool:
+        if (await find_row(suite, request_id, Phase.DECODE)).decode_instance == to:
+            return True
+        await asyncio.gather(*(_order_move(suite, request_id, to) for _ in range(at_once)))
         return False
-    give_up_mono = time.monotonic() + ACCEPTED_S
-    async with suite.monitor() as monitor:
-        while time.monotonic() < give_up_mono:
-            try:
-                await monitor.move(job_id, to=to)
-                return True
-            except PolyphaseError as error:  # it is there already, or an instance does not answer in time
-                if "has ended" in error.message:
-                    return False
-            await asyncio.sleep(0.1)
-    return False
+
+    await until(there, MOVED_S, f"{request_id} to decode at {to}", poll_s=0.2)
+
+
+async def _order_move(suite: SuiteUnderTest, request_id: str, to: str) -> None:
+    """An order may be refused: the answer may have ended, or be there already."""
+    with suppress(PolyphaseError):
+        row = await find_row(suite, request_id, Phase.DECODE)
+        async with suite.monitor() as monitor:
+            await monitor.move(row.job_id, to=to)
 
 
 async def _begun(suite: SuiteUnderTest, request_id: str) -> RequestRow:
