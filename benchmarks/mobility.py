@@ -171,7 +171,7 @@ def compared_goodput(kept: Runs, case: Scenario) -> Result:
 
 # Migration: answers on real engines that are moved again and again, and drains and flips beside emulated long streams.
 
-MOVES, MOVED_TOKENS = 10, 480  # of each answer
+MOVES, MOVED_TOKENS = 10, 1200  # of each answer
 KILLS = len(KINDS) // 3  # answers of which a target is killed
 FLIPS = 100
 GAP_MS, DRAIN_S, FLIP_GAP_MS = 100.0, 1.0, 150.0  # aims: above a step; above the time of the bytes; above a step
