@@ -28,7 +28,7 @@ from shared.timeline import RequestTimeline
 from shared.wire.api.scheduler import RequestRow
 from tools.client import Request, Response, send
 
-ANSWER = 320  # tokens
+ANSWER = 480  # tokens: they last for the longest of these faults
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "repetition_penalty": 1.1},
@@ -38,7 +38,7 @@ ROUNDS = 6  # moves of each answer, to and fro
 CHATS = 3
 TURN, QUESTION, NEXT = 40, 30, 24  # tokens of the first answer, of the next question and of its answer
 HEARD_S = 0.5  # until the scheduler has heard what caches hold
-BEGUN_S, MOVED_S, UNDER_WAY_S = 20.0, 5.0, 8.0
+BEGUN_S, MOVED_S, UNDER_WAY_S = 20.0, 5.0, 15.0
 SLOW_BYTES_S = 1_000_000
 
 move = partial(scenario, "mobility", bed=MOBILE, bound_s=60.0)
@@ -99,7 +99,13 @@ async def _twice(suite: SuiteUnderTest) -> None:
 async def _flip_target(suite: SuiteUnderTest) -> None:
     async with migrating(suite) as (_, target):
         flipping = asyncio.create_task(suite.flip(target))
-        await until(lambda: _is_leaving(suite, target), UNDER_WAY_S, f"{target} to drain")
+
+        async def begun() -> bool:
+            if flipping.done():
+                flipping.result()  # raises why it was refused
+            return flipping.done() or bool((await suite.instances())[target].operation)
+
+        await until(begun, UNDER_WAY_S, f"the flip of {target} to begin")
     await flipping
     await suite.reset_roles()
 
@@ -244,11 +250,6 @@ async def _until_staged(suite: SuiteUnderTest, *instances: str) -> None:
         return bool(await _staged_bytes(suite, *instances))
 
     await until(staged, UNDER_WAY_S, f"KV to be staged at {' or '.join(instances)}")
-
-
-async def _is_leaving(suite: SuiteUnderTest, instance: str) -> bool:
-    row = (await suite.instances())[instance]
-    return bool(row.operation)
 
 
 # Next turns of chats.
