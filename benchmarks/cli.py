@@ -158,7 +158,7 @@ def bench_prefix(
 def bench_mobility(
     data: DataFolder = DATA,
     section: Annotated[
-        list[str] | None, typer.Option("--sections", help="A section by name (chats, goodput); may be repeated.")
+        list[str] | None, typer.Option("--sections", help="One of chats, goodput, pulls, migration; may be repeated.")
     ] = None,
     results: Annotated[
         Path | None, typer.Option(help="Keep each run of goodput in this file, and continue from its runs.")
@@ -166,7 +166,7 @@ def bench_mobility(
     processes: Processes = 2,
     as_json: Json = False,
 ) -> None:
-    """KV from any instance to any other: prefix pulls in simulated chats, and goodput with and without them."""
+    """KV from any instance to any other: chats and goodput simulated, pulls (root) and migrations live."""
     _measure("mobility", as_json, data, section or (), processes=processes, results=results)
 
 

@@ -117,7 +117,7 @@ async def moved_streams(
         await asyncio.gather(*map(run, undisturbed))
         found.step_ms = 1e3 * median(gap for stream in undisturbed for gap in stream.gaps_s)
         moving = [Stream(name, f"move-{uuid.uuid4().hex}") for name in kinds]
-        victims = {random.randrange(len(kinds)): random.randrange(1, moves) for _ in range(kills)}
+        victims = {at: random.randrange(1, moves) for at in random.sample(range(len(kinds)), kills)}
         (scheduler,) = suite.suite.schedulers()
         async with suite.suite.monitor() as monitor, scheduler:
             movers = [

@@ -1,21 +1,27 @@
 """`polyphase bench mobility`: what it brings to move KV between any two instances.
 
 Each section is a function: `chats` and `goodput` simulate clusters whose placement pulls prefixes from the instances
-that hold them, and the same clusters without pulls.
+that hold them, and the same clusters without pulls. `pulls` and `migration` are live.
 """
 
+import asyncio
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+
+import numpy as np
 
 from benchmarks.experiment import Row
 from benchmarks.goodput import goodput
+from benchmarks.migrations import KINDS, LONG_STREAMS, drained, figures_of, moved_streams
 from benchmarks.policies import COARSE, LASTS_S, MIN_REQUESTS, RESOLUTION, SHORT_S, Runs
 from benchmarks.prefix import TRACES, oracle_tokens, traces
-from benchmarks.results import Aim, Result, at_least, at_most, merged, progress, result, run_parts
+from benchmarks.pulls import live_pulls
+from benchmarks.results import Aim, Result, aim, at_least, at_most, merged, progress, result, run_parts
 from benchmarks.scenarios import SEED, Scenario, all_scenarios, chat_scenarios, instances, shipped
 from shared.domain.job import Slo
 from shared.sim.cluster import simulate
@@ -33,11 +39,13 @@ def run_mobility_bench(
     data: Path, sections: Sequence[str] = (), *, processes: int = 2, results: Path | None = None
 ) -> Result:
     """sections: names; empty for all. results: see `Runs`. Raises NotFound without traces, InvalidRequest for an
-    unknown section.
+    unknown section, Unavailable where this machine allows no quotas.
     """
     parts: dict[str, Callable[[], Result]] = {
         "chats": partial(simulated_chats, data, processes),
         "goodput": partial(simulated_goodput, results, processes),
+        "pulls": live_pulls,
+        "migration": live_migrations,
     }
     return run_parts(parts, sections)
 
@@ -168,3 +176,48 @@ def _goodputs(kept: Runs, case: Scenario) -> list[float]:
     rough = goodput(kept.meets(case, WITH, MIN_REQUESTS, SHORT_S), 8.0, COARSE)
     requests = max(MIN_REQUESTS, round(LASTS_S * rough))
     return [goodput(kept.meets(case, words, requests), rough, RESOLUTION) for words in (WITH, WITHOUT)]
+
+
+# Migration: answers on real engines that are moved again and again, and drains and flips beside emulated long streams.
+
+MOVES, MOVED_TOKENS = 10, 1200  # of each answer
+KILLS = len(KINDS) // 3  # answers of which a target is killed
+FLIPS = 100
+GAP_MS, DRAIN_S, FLIP_GAP_MS = 100.0, 1.0, 150.0  # aims: above a step; above the time of the bytes; above a step
+
+
+def live_migrations() -> Result:
+    with tempfile.TemporaryDirectory(prefix="polyphase-migrations-") as folder:
+        return merged(*asyncio.run(_migrations(Path(folder))))
+
+
+async def _migrations(folder: Path) -> tuple[Result, Result]:
+    found = await moved_streams(folder / "moved", moves=MOVES, tokens=MOVED_TOKENS, kills=KILLS)
+    figures = figures_of(found)
+    progress(f"migration: {figures}")
+    wrong, lost = len(found.wrong), found.lost_tokens
+    moved = result(
+        {f"migration_{name}": value for name, value in figures.items()},
+        {
+            "migration_wrong_streams": aim(0, wrong, not wrong),
+            "migration_lost_tokens": aim(0, lost, not lost),
+            "migration_gap_over_step_p99_ms": at_most(GAP_MS, figures["gap_over_step_p99_ms"]),
+        },
+        [f"migration: {len(KINDS)} answers, {MOVES} moves of each, targets killed in {KILLS}", *found.wrong],
+    )
+    one = await drained(folder / "drained", streams=LONG_STREAMS, flips=FLIPS)
+    step_ms, longest_ms = 1e3 * median(one.gaps_s), 1e3 * max(one.gaps_s)
+    drains = result(
+        {
+            "drain_s": round(one.drain_s, 3),
+            "drain_bytes_s": round(one.bytes_s, 3),
+            "drain_step_ms": round(step_ms, 1),
+            "flips_gap_p99_9_ms": round(1e3 * float(np.percentile(one.gaps_s, 99.9)), 1),
+        },
+        {
+            "drain_over_bytes_s": at_most(DRAIN_S, one.drain_s - one.bytes_s),
+            "flips_longest_gap_over_step_ms": at_most(FLIP_GAP_MS, longest_ms - step_ms, 1),
+        },
+        [f"drain and flips: {LONG_STREAMS} emulated long streams, {FLIPS} flips"],
+    )
+    return moved, drains

@@ -41,7 +41,7 @@ class Scenario:
 _ORDER = "processes, roles, links, frames, clients, bodies, connections, database, control plane, failover, losses"
 VERDICTS = "verdicts"  # the family of `bench troubles`
 FAMILIES: dict[str, list[Scenario]] = {
-    name: [] for name in (*f"{_ORDER}, clocks, versions, strangers, KV, one request".split(", "), VERDICTS)
+    name: [] for name in (*f"{_ORDER}, clocks, versions, strangers, KV, mobility, one request".split(", "), VERDICTS)
 }
 
 

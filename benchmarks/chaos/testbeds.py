@@ -137,6 +137,15 @@ NARROW = Testbed(
     gateways=1,
 )
 
+# Placement may have prefixes pulled; staged KV has a short lease, too.
+MOBILE = REAL.varied(
+    "mobile",
+    f"; placement by adaptive, leases of {LEASE_S:g} s",
+    {"policies": {**SPLIT, "placement": "adaptive"}, "instance_defaults": {**REAL_ENGINE, "lease_s": LEASE_S}},
+    prompts=(12, 200, 900),
+    users=2,
+)
+
 OPEN = EMULATED.varied("open", "; without keys", host_key=False)
 OPEN_PAIR = PAIR.varied("open-pair", "; without keys", host_key=False)
 

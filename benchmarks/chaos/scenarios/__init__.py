@@ -6,6 +6,7 @@ from benchmarks.chaos.scenarios import (
     database,
     failover,
     kv,
+    mobility,
     network,
     operations,
     processes,
@@ -14,6 +15,6 @@ from benchmarks.chaos.scenarios import (
 )
 
 # Each module adds its scenarios when it is imported.
-MODULES = (clients, database, failover, kv, network, operations, processes, requests, verdicts)
+MODULES = (clients, database, failover, kv, mobility, network, operations, processes, requests, verdicts)
 TROUBLES: tuple[Scenario, ...] = tuple(FAMILIES[VERDICTS])
 SCENARIOS: tuple[Scenario, ...] = tuple(s for family in FAMILIES.values() for s in family if s not in TROUBLES)
