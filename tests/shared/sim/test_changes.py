@@ -113,13 +113,13 @@ TWO = workload((0.0, 100, 100), (0.0, 100, 100))
 
 
 def crowded(run: RunSpec, *, large: int = 16_000, work: Workload = TWO) -> SimResult:
-    """Two streams that do not both fit on "small" to their ends, and both are sent there."""
+    """Two streams that do not both fit on "small" to their ends, and both are sent there; none migrates before that."""
     specs = [
         instance("p", Role.PREFILL),
         instance("large", Role.DECODE, kv_tokens=large),
         instance("small", Role.DECODE, kv_tokens=320),
     ]
-    result = simulate(work, specs, run)
+    result = simulate(work, specs, replace(run, migration=False))
     check(result, work)
     return result
 
@@ -148,7 +148,7 @@ def test_it_stays_where_no_other_instance_has_room_for_it() -> None:
 def test_many_moves_lose_nothing_and_macro_steps_are_the_same_as_single_ones(seed: int) -> None:
     work = drawn(60, seed, rate=40.0)
     specs = several(5, 3, kv_tokens=700)
-    run = RunSpec(policies=policies(dispatch=PowerOfTwo()))
+    run = RunSpec(policies=policies(dispatch=PowerOfTwo()), migration=False)
     one, single = simulate(work, specs, run), simulate(work, specs, replace(run, stepwise=True))
     check(one, work)
     assert one.outcomes.preemptions.sum() > 0
