@@ -166,7 +166,7 @@ def bench_mobility(
     processes: Processes = 2,
     as_json: Json = False,
 ) -> None:
-    """KV from any instance to any other: prefix pulls in simulated chats, and goodput with and without them."""
+    """KV from any instance to any other: prefix pulls in simulated chats; goodput with mobility and without."""
     _measure("mobility", as_json, data, section or (), processes=processes, results=results)
 
 

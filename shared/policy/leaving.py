@@ -7,7 +7,7 @@ other one for each job.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.policy.decode_admission import ahead_of
+from shared.policy.decode_admission import COUNT, ahead_of
 
 AHEAD_S = 3.0  # KV memory that lasts for longer is no reason: answers may end sooner than expected
 AT_ONCE = 4  # jobs that leave for memory within one look
@@ -68,4 +68,4 @@ def leaves_for_speed(jobs: Sequence[Stayer], token_s: float, now: float) -> str 
 
 def _ahead(jobs: Sequence[Stayer], block_size: int) -> Sequence[int]:
     """The KV that the jobs will hold, by stretches of steps."""
-    return ahead_of(((job.held, job.left) for job in jobs), block_size)
+    return ahead_of(((job.held, job.left) for job in jobs), block_size) or (0,) * COUNT

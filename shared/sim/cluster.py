@@ -279,12 +279,7 @@ class Changes(Part):
     """Changes to whole instances: role flips with their drains, losses, returns. Also samples the load."""
 
     def __init__(
-        self,
-        context: Context,
-        intake: Intake,
-        handover: Handover,
-        migrations: Migrations,
-        flips: AutoFlips | None,
+        self, context: Context, intake: Intake, handover: Handover, migrations: Migrations, flips: AutoFlips | None
     ) -> None:
         super().__init__(context)
         self._intake = intake

@@ -11,7 +11,7 @@ import pytest
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.policy.dispatch import Choice, PowerOfTwo
+from shared.policy.dispatch import PowerOfTwo
 from shared.policy.papers.tetriinfer import IdleFlip
 from shared.policy.predictive_flip import PredictiveFlip
 from shared.policy.split import NoSplit, RandomSplit
@@ -19,7 +19,18 @@ from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult, Status
 from shared.sim.spec import Flip, Loss, RunSpec, plain_policies
 from shared.sim.workload import Workload
-from tests.shared.sim.clusters import Linear, check, drawn, instance, pair, policies, several, with_split, workload
+from tests.shared.sim.clusters import (
+    LastByName,
+    Linear,
+    check,
+    drawn,
+    instance,
+    pair,
+    policies,
+    several,
+    with_split,
+    workload,
+)
 
 
 def test_a_flip_drains_and_loses_nothing() -> None:
@@ -94,19 +105,6 @@ def test_a_policy_does_not_undo_an_ordered_flip() -> None:
     run = RunSpec(role_flip=IdleFlip(for_s=5.0), flips=(Flip("p0", 0.0), Flip("d0", 1.0), Flip("p0", 3.0)))
     assert simulate(work, specs, run).role_flips == ()
     assert simulate(work, specs, replace(run, role_flip_respects_s=0.0)).role_flips != ()
-
-
-@dataclass(frozen=True)
-class LastByName:
-    """The last instance by name of those that may have the job."""
-
-    name: ClassVar[str] = "last by name"
-
-    def choose(
-        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
-    ) -> Choice:
-        views = [view for view in candidates if view.instance_id not in exclude]
-        return Choice(max(views, key=lambda view: view.instance_id))
 
 
 TWO = workload((0.0, 100, 100), (0.0, 100, 100))
