@@ -1,15 +1,11 @@
 """Flips, losses, and streams that move to another instance."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from random import Random
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from shared.domain.instance import InstanceView, Role
-from shared.domain.job import JobView
+from shared.domain.instance import Role
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.papers.tetriinfer import IdleFlip
