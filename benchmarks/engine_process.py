@@ -51,7 +51,7 @@ from services.worker.engines.vllm_patches import (
     overlap_on_cpu,
     resume_requests,
 )
-from services.worker.engines.vllm_start import CPU_WORKER, kept_kv
+from services.worker.engines.vllm_start import CPU_WORKER, kept_kv, start_host_tier
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
 from shared.domain.instance import KvKind
@@ -71,7 +71,7 @@ class Driver:
     """Answers requests on the socket and steps the engine while it has work."""
 
     def __init__(self, address: str, options: dict[str, Any], extra: dict[str, Any] | None) -> None:
-        transfer = None
+        transfer, host_kv_bytes = None, options.pop("host_kv_bytes", 0)
         if extra is not None:
             transfer = KVTransferConfig(
                 kv_connector="PolyphaseConnector",
@@ -98,6 +98,8 @@ class Driver:
         self.media = MediaFeatures.of_engine(config, self.scheduler)
         self.tokens: dict[str, list[int]] = {}
         self.exports = CacheExports(self.client.engine_core)
+        self.host = start_host_tier(self.client.engine_core, host_kv_bytes) if host_kv_bytes else None
+        self.exports.tier = self.host
         self.at_tokens: dict[str, tuple[int, Callable[[], None]]] = {}  # by request, what is to be done at so many
         self.preemptions = self.drafted = self.accepted = 0
         preempt = self.scheduler._preempt_request
@@ -264,9 +266,16 @@ class Driver:
             connector = get_kv_transfer_group().worker
             connector.zero_imports = kinds if zero and meant else set()
             connector.faults.corrupt = corrupt and meant
+            if connector.host is not None:
+                connector.host.zero = zero and meant
 
         self.client.engine_core.model_executor.collective_rpc(inject)
         self.send(op="answer")
+
+    def do_host(self) -> None:
+        """What its host tier has done."""
+        assert self.host is not None
+        self.send(op="answer", **msgspec.to_builtins(self.host.stats()))
 
     def do_unscale(self) -> None:
         """From now on, transfers take the scales of eight bits for 1. The model's attention keeps its own."""

@@ -21,10 +21,10 @@ import numpy as np
 from benchmarks.cluster_files import emulated
 from benchmarks.suite import BARE, CPU_ENGINE, SPLIT, started
 from services.launcher.up import RunningSuite
-from shared.domain.instance import Role
 from shared.errors import Conflict, NotFound, PolyphaseError
 from shared.timeline import Span
 from shared.wire.clients.monitor import MonitorClient
+from shared.wire.clients.scheduler import SchedulerAdmin
 
 PROMPT_TOKENS, SEED = 200, 11
 NUMBERS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 60, "maxItems": 60}
@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bad_words": GREEDY | {"bad_words": ["the"]},
     "both": SAMPLED | {"min_p": 0.02, "presence_penalty": 0.3, "structured_outputs": {"json": NUMBERS}},
 }
+DECODES = ("decode-0", "decode-1", "decode-2")
 CLUSTER: dict[str, Any] = {
     **BARE,
     "name": "migrations",
@@ -117,17 +118,18 @@ async def moved_streams(
         found.step_ms = 1e3 * median(gap for stream in undisturbed for gap in stream.gaps_s)
         moving = [Stream(name, f"move-{uuid.uuid4().hex}") for name in kinds]
         victims = {random.randrange(len(kinds)): random.randrange(1, moves) for _ in range(kills)}
-        async with suite.suite.monitor() as monitor:
+        (scheduler,) = suite.suite.schedulers()
+        async with suite.suite.monitor() as monitor, scheduler:
             movers = [
                 asyncio.create_task(
-                    _move(stream, suite, monitor, Random(seed + at), moves, tokens, victims.get(at), found)
+                    _move(stream, suite, monitor, scheduler, Random(seed + at), moves, tokens, victims.get(at), found)
                 )
                 for at, stream in enumerate(moving)
             ]
             await asyncio.gather(*map(run, moving), *movers)
+            await _count(scheduler, moving, found)
         for still, moved in zip(undisturbed, moving, strict=True):
             _compare(still, moved, found)
-        await _count(suite, moving, found)
     return found
 
 
@@ -231,6 +233,7 @@ async def _move(
     stream: Stream,
     suite: RunningSuite,
     monitor: MonitorClient,
+    scheduler: SchedulerAdmin,
     random: Random,
     moves: int,
     tokens: int,
@@ -244,17 +247,16 @@ async def _move(
             await asyncio.sleep(0.01)
         to = ""
         if number == killed:
-            rows = (await suite.suite.instances()).values()
-            to = random.choice([row.instance_id for row in rows if row.role is Role.DECODE])
+            to = random.choice(DECODES)
         try:
             while not stream.done:
                 try:
-                    await monitor.move(await _job_id(stream, suite), to=to)
+                    await monitor.move(await _job_id(stream, scheduler), to=to)
                     break
                 except (Conflict, NotFound):  # it is on its way, or is already at the target
                     if to:
                         break
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
         except PolyphaseError as error:
             found.moves[error.code] += 1
             continue
@@ -265,13 +267,11 @@ async def _move(
             await suite.suite.restarted(to, suite.suite.kill(to))
 
 
-async def _job_id(stream: Stream, suite: RunningSuite) -> str:
-    """The gateway adds to a client's request id. Raises NotFound while no scheduler knows the job."""
+async def _job_id(stream: Stream, scheduler: SchedulerAdmin) -> str:
+    """The gateway adds to a client's request id. Raises NotFound while the scheduler does not know the job."""
     if not stream.known_as:
-        for scheduler in suite.suite.schedulers():
-            async with scheduler:
-                rows = await scheduler.requests(limit=1000)
-            stream.known_as = next((row.job_id for row in rows if stream.job_id in row.job_id), "")
+        rows = await scheduler.requests(limit=1000)
+        stream.known_as = next((row.job_id for row in rows if stream.job_id in row.job_id), "")
     if not stream.known_as:
         raise NotFound(f"{stream.job_id}: no scheduler knows it")
     return stream.known_as
@@ -286,18 +286,16 @@ def _compare(still: Stream, moved: Stream, found: Found) -> None:
         found.wrong.append(f"{moved.name}: other log probabilities")
 
 
-async def _count(suite: RunningSuite, moving: Sequence[Stream], found: Found) -> None:
+async def _count(scheduler: SchedulerAdmin, moving: Sequence[Stream], found: Found) -> None:
     """From the timelines of the requests."""
-    (scheduler,) = suite.suite.schedulers()
-    async with scheduler:
-        for stream in moving:
-            timeline = await scheduler.timeline(await _job_id(stream, suite))
-            for decision in timeline.decisions:
-                found.moves[decision.kind] += decision.kind in ("migration", "stay", "resume")
-            decodes = [span for span in timeline.spans if span.span is Span.DECODE]
-            found.gaps_ms += [
-                1e3 * (after.started_s - before.ended_s)
-                for before, after in pairwise(decodes)
-                if before.attempt == after.attempt
-            ]
+    for stream in moving:
+        timeline = await scheduler.timeline(await _job_id(stream, scheduler))
+        for decision in timeline.decisions:
+            found.moves[decision.kind] += decision.kind in ("migration", "stay", "resume")
+        decodes = [span for span in timeline.spans if span.span is Span.DECODE]
+        found.gaps_ms += [
+            1e3 * (after.started_s - before.ended_s)
+            for before, after in pairwise(decodes)
+            if before.attempt == after.attempt
+        ]
     found.resumes = found.moves["resume"]

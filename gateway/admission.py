@@ -212,6 +212,7 @@ class RequestState:
     tier: str = ""  # OpenAI's `service_tier` that the request is served as; empty where the body did not decide it
     cache_salt: str = ""  # of the API key; empty where its prefixes may be shared with other keys
     one_precision: bool = False  # the request forbids that several precisions compute it
+    session: str = ""  # the key of the session that it is a turn of
     body_bytes: int = 0
     client_request_id: str = ""  # as the client sent it
     connection: BodyWriter | None = None  # for events that are written without vLLM's application

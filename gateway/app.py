@@ -40,6 +40,8 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.plain_stream import Pace
 from gateway.reports import Reporter, recording
+from gateway.sessions import WARM_PATH, SessionBook, Warmer
+from gateway.sessions import routes as session_routes
 from gateway.settings import GatewaySettings
 from gateway.structured_outputs import Grammars
 from gateway.table import ServedTokens, shared_table
@@ -183,6 +185,14 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
             core.adapter_key, served = adapters.key_of, served | ADAPTER_PATHS
             app.include_router(adapter_routes(adapters))
             tasks.start("adapters", adapters.follow())
+        if settings.sessions:
+            book = SessionBook(settings.sessions, settings.session_bytes)
+            warmer = Warmer(settings, book, clients, schedulers, metrics.warms)
+            stack.push_async_callback(warmer.close)
+            app.include_router(session_routes(warmer))
+            core.on_turn, served = book.ended, served | {WARM_PATH}
+            metrics.sessions.set_function(lambda: len(book))
+            metrics.session_bytes.set_function(lambda: book.bytes)
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=vllm_patches.bodies_pass(app))
 

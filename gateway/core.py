@@ -106,7 +106,7 @@ REQUEST: dict[str, Field] = {
     "reasoning_ended": _CARRIED,
     "reasoning_parser_kwargs": _CARRIED,
     "abort_immediately": Field(Fate.REFUSED, "the cluster decides how KV is transferred"),
-    "session_id": Field(Fate.HINT, "placement uses prefixes and loads, not sessions"),
+    "session_id": Field(Fate.HINT, "the edge reads it before: see `gateway.sessions`"),
     "kv_hints": Field(Fate.REFUSED, "the cluster decides how KV is transferred: leave them out"),
 }
 
@@ -286,6 +286,7 @@ class ClusterCore:
         self._gaps = gaps or Gaps()
         self._pipeline = pipeline
         self.on_refused: Callable[[str, str], None] = lambda slo, code: None  # called for jobs that find no room
+        self.on_turn: Callable[[Job], None] = lambda job: None  # called for the complete answers of sessions
         self.adapter_key: Callable[[LoRARequest], str] = lambda request: request.lora_name
         self._jobs: dict[str, _RunningJob] = {}
         self._streams = StreamPass(pace)
@@ -416,6 +417,7 @@ class ClusterCore:
             slo=self._slos[state.slo],
             one_precision=state.one_precision or not self._slos[state.slo].mixed_precision,
             caller=state.caller,
+            session=state.session,
         )
 
     def _media(self, features: list[MultiModalFeatureSpec], state: RequestState) -> EncodedMedia:
@@ -479,7 +481,11 @@ class ClusterCore:
                 running.scoring.cancel()
 
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
-        self._jobs.pop(job_id).queued.leave()
+        running = self._jobs.pop(job_id)
+        running.queued.leave()
+        spec = running.job.spec
+        if spec.session and running.job.finished and not spec.local_only:
+            self.on_turn(running.job)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the end of a job crashed; its client may wait in vain", job_id=job_id, exc_info=error)
 

@@ -19,6 +19,7 @@ from gateway.auth import OPERATE, ApiKey, KeyRates, KeyRing
 from gateway.connection import EXTENSION
 from gateway.metrics import GatewayMetrics
 from gateway.request_hints import PARSED, RESPONSES, RequestHints, hints_of, parse, require_few_items
+from gateway.sessions import session_key
 from gateway.settings import USUAL_TIERS, GatewaySettings
 from gateway.tracing import TRACE, TracedRequests
 from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable
@@ -33,6 +34,7 @@ FastPathOf = Callable[[Scope, Headers, bytes], ASGIApp | None]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 SLO_HEADER = b"x-polyphase-slo"
+SESSION_HEADER = b"x-session-id"
 PRECISION_HEADER = b"x-polyphase-mixed-precision"
 TIERED_PATHS = frozenset(  # routes whose bodies may name a `service_tier`
     {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", RESPONSES, "/invocations"}
@@ -148,6 +150,7 @@ class Edge:
                     state.client_request_id = (
                         headers[_REQUEST_ID].decode("latin-1") if _REQUEST_ID in headers else hints.request_id
                     )
+                    state.session = self._session(headers, hints, caller)
                     state.connection = scope.get("extensions", {}).get(EXTENSION)
                     state.trace = scope.get(TRACE)
                     current_request.set(state)
@@ -217,6 +220,13 @@ class Edge:
             return RequestHints()
         scope[PARSED] = parsed
         return hints_of(path, parsed.value)
+
+    def _session(self, headers: Headers, hints: RequestHints, caller: str) -> str:
+        """The key of the request's session; empty without one. Raises InvalidRequest."""
+        field, session_id = hints.session
+        if SESSION_HEADER in headers:
+            field, session_id = "X-Session-Id", headers[SESSION_HEADER].decode("latin-1")
+        return session_key(caller, field, session_id) if session_id and self._settings.sessions else ""
 
     def _class_of_tier(self, tier: object, key: ApiKey | None, slo: str) -> tuple[str, str]:
         """The SLO class that a `service_tier` stands for, and the tier that the request is served as."""

@@ -75,6 +75,7 @@ class JobSpec:
     slo: Slo
     caller: str = ""
     one_precision: bool = False  # as in JobView
+    session: str = ""  # as in JobView
     prompt: bytes = field(init=False)  # its tokens, packed
     media: tuple[str, ...] = field(init=False)  # the modalities of its media items
 
@@ -253,6 +254,7 @@ class Job:
             one_precision=spec.one_precision,
             precision=self.precision,
             media=spec.media,
+            session=spec.session,
         )
 
     # The predicted length

@@ -47,6 +47,10 @@ class GatewayMetrics:
         self._moves = counter("polyphase_moves", text)
         text = "Decodes that began to go on elsewhere with their KV, by why and by how that ended."
         self._migrations = counter("polyphase_migrations", text, ["cause", "outcome"])
+        text = "Hints that the next turn of a session comes, by outcome."
+        self.warms = counter("polyphase_session_warms", text, ["outcome"])
+        self.sessions = gauge("polyphase_gateway_sessions", "Sessions whose last turn is remembered.")
+        self.session_bytes = gauge("polyphase_gateway_session_bytes", "Bytes of these turns.")
         self.queued = gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.")
         text = "Final reports that no scheduler accepted in time."
         self.reports_dropped = counter("polyphase_gateway_reports_dropped", text)

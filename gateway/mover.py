@@ -17,7 +17,7 @@ from gateway.job import Job
 from shared.domain.kv import TransferOutcome
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
-from shared.errors import EngineFailed, PolyphaseError
+from shared.errors import EngineFailed, NotFound, PolyphaseError
 from shared.policy.leaving import AGAIN_S, COPY_ROUNDS, REST_TOKENS
 from shared.policy.overload import MOVE_LEAST_S
 from shared.runtime.logs import get_log
@@ -164,8 +164,11 @@ class Mover:
             await self._copy_ahead(migration, held)
             migration.transfer_id = self._transfer_id(COPY_ROUNDS)
             self.migration, left = migration, True
-            request = LeaveRequest(job_id, migration.transfer_id, migration.copied)
-            await self._clients.to(source.rpc).call(LEAVE, request, timeout_s=min(LEAVE_S, job.left_s))
+            try:
+                await self._call(source, LEAVE, LeaveRequest(job_id, migration.transfer_id, migration.copied), LEAVE_S)
+            except NotFound:
+                held.append((source, migration.transfer_id))
+                raise
         except asyncio.CancelledError:
             return  # by `_stop_moving`
         except PolyphaseError as error:

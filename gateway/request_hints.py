@@ -22,6 +22,7 @@ FREE_FIELDS = 16  # for each object: so many scalar fields on average do not cou
 INPUT_WEIGHT = 5  # an item of a Responses `input` is tried against some thirty types
 RESPONSES = "/v1/responses"
 PARSED = "polyphase.parsed"  # key of the request's ASGI scope for its ParsedBody
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "user")
 _WHITESPACE = b" \t\r\n"
 _LITERAL_CHARS = b"0123456789+-.eEtrufalsn"  # of numbers, true, false, null
 # What Python's parser reads and msgspec's does not: constants, and surrogates without their other half.
@@ -48,6 +49,7 @@ class RequestHints:
     jobs: int = 1  # answers that the body requests
     tier: object = None  # its `service_tier`, of any type
     request_id: str = ""  # its `request_id`, if that is a string
+    session: tuple[str, str] = ("", "")  # the field that names its session, and the id
 
 
 class _Lists(msgspec.Struct):
@@ -82,8 +84,25 @@ def hints_of(path: str, value: object) -> RequestHints:
         return RequestHints()
     name = value.get("request_id")
     return RequestHints(
-        _JOBS.get(path, _completions)(value), value.get("service_tier"), name if isinstance(name, str) else ""
+        _JOBS.get(path, _completions)(value),
+        value.get("service_tier"),
+        name if isinstance(name, str) else "",
+        _session(value),
     )
+
+
+def _session(body: dict[str, Any]) -> tuple[str, str]:
+    """The first of the fields by which clients name a session; vLLM checks their types."""
+    for field in _SESSION_FIELDS:
+        found = body.get(field)
+        if isinstance(found, dict):  # a conversation as an object
+            found = found.get("id")
+        if found and isinstance(found, str):
+            return field, found
+    metadata = body.get("metadata")
+    if isinstance(metadata, dict) and (found := metadata.get("user_id")) and isinstance(found, str):
+        return "metadata.user_id", found  # of Anthropic's API
+    return "", ""
 
 
 def _answers(body: dict[str, Any]) -> int:

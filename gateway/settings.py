@@ -122,6 +122,9 @@ class GatewaySettings(TracedSettings):
     loss_forgiven_tokens: int = Field(256, gt=0)  # of the answer since the last loss that forgive one loss
     losses_at_one_token: int = Field(2, gt=0)  # instances lost without a token in between that end a job
     migration: bool = True  # decodes go on elsewhere with their KV, where their instance wants that
+    # Sessions whose last turns one process remembers at most, and their bytes; 0 sessions: session ids have no effect.
+    sessions: int = Field(4096, ge=0)
+    session_bytes: int = Field(64 << 20, gt=0)
     moves: int = Field(2, ge=0)  # of a paused stream to another instance; 0: none
     slo: dict[str, SloClass] = BUILT_IN
     service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → a class of `slo`

@@ -42,9 +42,11 @@ VLLM = {
     "benchmarks/vllm_check/plugin.py",
     "benchmarks/engine_process.py",
     "services/worker/engines/vllm.py",
+    "services/worker/engines/vllm_exports.py",
     "services/worker/engines/vllm_observers.py",
     "services/worker/engines/vllm_patches.py",
     "services/worker/engines/vllm_scheduler.py",
+    "services/worker/engines/vllm_sessions.py",
     "services/worker/engines/vllm_cpu_worker.py",
     "services/worker/engines/vllm_start.py",
 }
@@ -52,6 +54,7 @@ TORCH = {
     "benchmarks/model_families.py",
     "gateway/core.py",
     "services/worker/engines/vllm_cpu_worker.py",
+    "services/worker/engines/vllm_patches.py",
     "benchmarks/kv.py",
     "benchmarks/engine_process.py",
 }

@@ -23,7 +23,7 @@ from shared.domain.instance import ClusterView, Role
 from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prompt import PrefixDelta
-from shared.domain.route import Route
+from shared.domain.route import Affinity, Route
 from shared.errors import Overloaded, PolyphaseError
 from shared.policy.decider import Decider
 from shared.policy.prefix_index import MAX_BLOCKS
@@ -63,6 +63,13 @@ class SchedulerMetrics:
         self._pulled = Counter(
             "polyphase_scheduler_prefix_pull_tokens", "Of those, prompt tokens that are pulled", registry=registry
         )
+        affinity = Counter(
+            "polyphase_scheduler_session_turns",
+            "Placements of a session's later turns, by whether they go to an instance of the last turn",
+            ["affinity"],
+            registry=registry,
+        )
+        self._affinity = {each: affinity.labels(each.value) for each in Affinity}
         self._refused = Counter(
             "polyphase_scheduler_refused",
             "Placements refused or delayed, by error code, SLO class, and what was full",
@@ -88,6 +95,8 @@ class SchedulerMetrics:
         for role, instance in ((Role.PREFILL, route.prefill), (Role.DECODE, route.decode)):
             if instance is not None:
                 self._chosen.labels(instance.instance_id, role.value).inc()
+        if route.affinity is not None:
+            self._affinity[route.affinity].inc()
         if route.pull is not None:
             self._pulls.inc()
             self._pulled.inc(route.pulled_tokens)
@@ -164,7 +173,8 @@ class Placer:
         try:
             route = self.decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
-            if not (request.job.pause_s or request.job.leaves):  # else the job has a placement, and keeps it
+            job = request.job
+            if not (job.pause_s or job.leaves or job.warms):  # else the job has a placement and keeps it, or needs none
                 self._refuse(request.job, error)
             if self._journal is not None:
                 self._journal.add(Decision.refusal(request, now, error))

@@ -54,9 +54,10 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         load = self._telemetry.load()
-        yield from self._of_engine(load, self._engine.stats())
-        yield from self._of_instance(load)
-        yield from self._counted()
+        stats = self._engine.stats()
+        yield from self._of_engine(load, stats)
+        yield from self._of_instance(load, stats)
+        yield from self._counted(stats)
         info = {
             "model_name": self._model,
             "accelerator": self._info.accelerator,
@@ -84,7 +85,7 @@ class WorkerMetrics(Collector):
             yield gauge
         for name, text, value in (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.hit_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache or the host tier.", stats.hit_tokens),
             ("vllm:num_preemptions", "How often a request lost its KV blocks, and began again.", stats.preemptions),
             ("vllm:spec_decode_num_drafts", "Drafts of speculative decoding that were verified.", steps.drafts),
             ("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts.", steps.drafted_tokens),
@@ -94,7 +95,7 @@ class WorkerMetrics(Collector):
             counter.add_metric(labels, float(value))
             yield counter
 
-    def _of_instance(self, load: InstanceLoad) -> Iterator[Metric]:
+    def _of_instance(self, load: InstanceLoad, stats: EngineStats) -> Iterator[Metric]:
         gauges = {
             "queued_prefill_jobs": ("Jobs whose prompt is not computed yet.", load.queued_prefill),
             "queued_prefill_tokens": ("Prompt tokens not yet computed.", load.queued_prefill_tokens),
@@ -105,7 +106,10 @@ class WorkerMetrics(Collector):
             "kv_blocks": ("KV blocks of the engine's cache.", self._info.total_blocks),
             "staged_bytes": ("KV that waits for an importer.", load.staged_bytes),
             "inbound_bytes": ("KV on its way here.", load.inbound_bytes),
+            "host_kv_bytes": ("KV in host memory that left the engine's cache.", stats.host.held_bytes),
             "chunk_tokens": ("Tokens that a step may hold.", self._telemetry.info.chunk_size),
+            "sessions": ("Sessions whose KV is kept until their next turn.", stats.sessions),
+            "session_blocks": ("KV blocks that are kept for them.", stats.session_blocks),
             "draining": ("1 while it takes no new jobs.", float(self._roles.draining)),
         }
         for name, (text, value) in gauges.items():
@@ -115,10 +119,16 @@ class WorkerMetrics(Collector):
             role.add_metric([each.value], float(self._roles.role is each))
         yield role
 
-    def _counted(self) -> Iterator[Metric]:
+    def _counted(self, stats: EngineStats) -> Iterator[Metric]:
+        host = stats.host
         for name, text, value in (
+            ("instance_host_stored_blocks", "KV blocks copied to host memory.", host.stored_blocks),
+            ("instance_host_loaded_blocks", "KV blocks loaded back from host memory.", host.loaded_blocks),
+            ("instance_host_evicted_blocks", "KV blocks that left full host memory.", host.evicted_blocks),
+            ("instance_host_tokens", "Prompt tokens loaded from host memory, not computed.", host.served_tokens),
             ("instance_flips", "Role flips.", self._roles.flips),
             ("instance_dispatched_jobs", "Jobs sent on to instances of its choice.", self._dispatcher.dispatched),
+            ("instance_sessions_yielded", "Sessions whose kept KV blocks requests needed.", stats.sessions_yielded),
             ("kv_nixl_failures", "Pairs that both have NIXL and had to go on over TCP.", self._kv.nixl_failures),
         ):
             yield CounterMetricFamily(f"polyphase_{name}", text, value=float(value))

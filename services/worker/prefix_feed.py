@@ -8,7 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from services.worker.engines.base import BlockName, BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from services.worker.engines.base import BlockName, BlocksCleared, BlocksKept, BlocksRemoved, BlocksStored, CacheEvent
 from services.worker.kv import holds_exact_kv
 from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, TOKEN_BYTES, PrefixDelta, next_hash, packed, root_hash
 from shared.policy.reachable_blocks import ReachableBlocks
@@ -107,6 +107,10 @@ class HeldPrefixes:
         elif isinstance(event, BlocksRemoved):
             for name in event.blocks:
                 self._removed(name)
+        elif isinstance(event, BlocksKept):
+            for name in event.blocks:
+                if (node := self._nodes.get(name)) is not None and node.copies:
+                    node.copies += 1
         elif isinstance(event, BlocksCleared):
             self._nodes.clear()
             self._whole.clear()

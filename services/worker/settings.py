@@ -64,6 +64,7 @@ class WorkerSettings(TracedSettings):
     max_model_len: int = Field(2048, gt=0)
     max_seqs: int = Field(64, gt=0)
     kv_cache_bytes: int = Field(256 << 20, gt=0)
+    host_kv_bytes: int = Field(0, ge=0)  # of each rank: host memory for KV that left its cache; 0: none is kept
     tensor_parallel: int = Field(1, gt=0, le=1024)
     pipeline_parallel: int = Field(1, gt=0, le=1024)  # stages, each of `tensor_parallel` ranks
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
@@ -92,6 +93,9 @@ class WorkerSettings(TracedSettings):
     lease_s: float = Field(30.0, gt=0)  # staged KV that no decode instance pulls, or waits to pull, is kept for so long
     lease_renewals: int = Field(120, ge=0)  # of one transfer's lease, a third of it apart, while its decode waits
     pull_timeout_s: float = Field(10.0, gt=0)
+    # A session's KV is kept for so long after its request, in at most this share of the KV blocks; 0: it is not kept.
+    session_keep_s: float = Field(30.0, ge=0)
+    session_share: float = Field(0.1, ge=0, le=0.9)
     lossy_kv: bool = False  # some class of requests allows it: codecs are loaded and measured at the start, not later
     kv_fault: str = ""  # fault injection for tests: see kv/vllm/connector.py
 
@@ -123,6 +127,8 @@ class WorkerSettings(TracedSettings):
             raise ValueError("\n".join(f"engine_args: {fault}" for fault in faults))
         if self.lora.enabled and self.engine == "emulated":
             raise ValueError("lora: an emulated engine has no adapters: use `engine: vllm`, or leave `lora` out")
+        if self.host_kv_bytes and self.engine == "emulated":
+            raise ValueError("host_kv_bytes: an emulated engine has no host tier: use `engine: vllm`, or leave it out")
         if self.weights and self.engine == "emulated":
             raise ValueError("weights: an emulated engine loads none: use `emulated_precision`")
         if self.emulated_precision and self.engine != "emulated":

@@ -234,6 +234,8 @@ class JobView(msgspec.Struct, frozen=True):
     media: modalities of its prompt's media items; only an instance that processes all of them can compute the job.
     leaves: it decodes, and is to migrate with its KV to a decode instance that has room for it. tpot_s: its present
     time per token, of a job that leaves only for a clearly shorter one; 0: for any.
+    session: a short hash of the session that it is a turn of, and of its caller; empty: of none. warms: it is not to be
+    computed: its session's KV is to be brought where its next turn would be, and nothing is booked.
     """
 
     job_id: str
@@ -256,3 +258,5 @@ class JobView(msgspec.Struct, frozen=True):
     media: tuple[str, ...] = ()
     leaves: bool = False
     tpot_s: Finite = 0.0
+    session: str = ""
+    warms: bool = False

@@ -1,5 +1,6 @@
 """The route of a job, and the reasons for it."""
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -44,6 +45,14 @@ class PrefixPull(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class Affinity(StrEnum):
+    """Whether a job goes to an instance of its session's last turn."""
+
+    BACK = "back"
+    ELSEWHERE = "elsewhere"  # which costs less
+    IMPOSSIBLE = "impossible"  # none of them can take it
+
+
 class PolicySpec(msgspec.Struct, frozen=True):
     """A policy by its name in `shared.policy.registry`, with its parameters."""
 
@@ -62,7 +71,7 @@ class Route(msgspec.Struct, frozen=True):
     `lead_steps` steps of the decode instance on. hold_s: seconds after which the job should begin, because there will
     be room for its KV then; a scheduler answers such a route with Delayed. ttft_s: predicted, without that wait.
     has_room: placement expects that the KV finds room at `decode` to the end of the answer. pull: for `prefill`, or
-    for `decode` where that computes the whole job.
+    for `decode` where that computes the whole job. affinity: None for a job without a session, or for its first turn.
     """
 
     prefill: InstanceRef | None
@@ -81,6 +90,7 @@ class Route(msgspec.Struct, frozen=True):
     hold_s: Finite = 0.0
     has_room: bool = False
     pull: PrefixPull | None = None
+    affinity: Affinity | None = None
 
     @property
     def pulled_tokens(self) -> int:

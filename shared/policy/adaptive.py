@@ -3,14 +3,16 @@
 The candidates come from the routing index, the options and their costs from `estimate`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
+import msgspec
+
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
-from shared.domain.route import Reason
+from shared.domain.route import Affinity, Reason
 from shared.errors import InvalidRequest
 from shared.policy.dispatch import Choice, Figures
 from shared.policy.estimate import (
@@ -45,7 +47,8 @@ class Adaptive(JointPlacement):
     where no decode instance holds any of it, two at random. The SLO cost says how likely the job misses its targets,
     and how much more likely the requests that it delays miss theirs: in the prefill queue, on the links, in decode
     steps and for lack of KV memory. With `pull`, the instance that computes the beginning of the prompt may pull its
-    prefix from a holder (`prefix_pull`).
+    prefix from a holder (`prefix_pull`). With `sessions`, the instances of the last turn of the job's session are
+    candidates, too, and hold what that turn left there also before they have reported it (`sessions`).
     Beside another split or dispatch policy than the adaptive ones, it keeps to what that policy says and decides on
     the rest.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
@@ -55,6 +58,7 @@ class Adaptive(JointPlacement):
     uses_prefixes: ClassVar[bool] = True
     candidates: int = 4
     pull: bool = True
+    sessions: bool = True
 
     def __post_init__(self) -> None:
         _check(self.name, self.candidates)
@@ -66,7 +70,9 @@ class Adaptive(JointPlacement):
         self, job: JobView, index: ClusterIndex, policies: Policies, exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None:
         split, dispatch = policies.split, policies.dispatch
-        holders = dict(index.prefixes.holders(job.prefix, HOLDERS_LOOKED_UP)) if job.prefix else {}
+        reported = dict(index.prefixes.holders(job.prefix, HOLDERS_LOOKED_UP)) if job.prefix else {}
+        last = index.ledger.sessions.held(job, index.prefixes, now) if self.sessions and job.session else {}
+        holders = _merged(reported, last) if last else reported
         if isinstance(dispatch, AdaptiveDispatch):
             views = _decode_candidates(job, index, holders, exclude, rng, self.candidates)
         else:
@@ -100,7 +106,11 @@ class Adaptive(JointPlacement):
             best = _best_with_room(job, best_of, decodes) or best
         looked_at: Figures = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
         figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index), **_pulls(best, pulls)}
-        return _choice(best, (Reason("placement:adaptive", figures),))
+        choice = _choice(best, (Reason("placement:adaptive", figures),))
+        if last:
+            candidates = {view.info.instance_id for view in (*views, *(side.view for side in prefills))}
+            choice = _with_affinity(choice, best, last, holders, candidates)
+        return choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +220,30 @@ def _saved(job: JobView, index: ClusterIndex, view: InstanceView, holders: Mappi
     The prefix index is searched only when `holders` is full: a shorter list names every instance that holds any.
     """
     held = holders.get(view.info.instance_id, 0)
-    if not held and len(holders) == HOLDERS_LOOKED_UP:
+    if not held and len(holders) >= HOLDERS_LOOKED_UP:
         held = index.prefixes.held_tokens(view.info.instance_id, job.prefix)
     return saved_of(held, view, job.prompt_tokens) if held else 0
+
+
+def _merged(reported: Mapping[str, int], last: Mapping[str, int]) -> dict[str, int]:
+    """The holders of a prompt by their reports and by the session's last turn, the longest run first."""
+    found = {one: max(reported.get(one, 0), last.get(one, 0)) for one in (*last, *reported)}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _with_affinity(
+    choice: Choice, best: Option, last: Mapping[str, int], holders: Mapping[str, int], candidates: Set[str]
+) -> Choice:
+    """The choice, with whether it is an instance of the session's last turn, and why not."""
+    views = [best.decode.view] if best.prefill is None else [best.prefill.view, best.decode.view]
+    back = [name for view in views if (name := view.info.instance_id) in last]
+    figures: Figures = {"last": ", ".join(last), "held_tokens": max(holders[one] for one in last)}
+    if back:
+        affinity, figures["back"] = Affinity.BACK, ", ".join(back)
+    else:
+        affinity = Affinity.ELSEWHERE if candidates & last.keys() else Affinity.IMPOSSIBLE
+    reasons = (*choice.reasons, Reason(f"session:{affinity.value}", figures))
+    return msgspec.structs.replace(choice, reasons=reasons, affinity=affinity)
 
 
 def _mixed_shares(views: Sequence[InstanceView], holders: Mapping[str, int]) -> dict[str, float]:
@@ -221,7 +252,9 @@ def _mixed_shares(views: Sequence[InstanceView], holders: Mapping[str, int]) -> 
     """
     mean = sum(view.load.prefill_share for view in views) / len(views)
     return {
-        view.info.instance_id: min(mean, view.load.prefill_share) for view in views if view.info.instance_id in holders
+        view.info.instance_id: min(mean, view.load.prefill_share)
+        for view in views
+        if holders.get(view.info.instance_id)
     }
 
 

@@ -99,13 +99,15 @@ class Decider:
         self.prefixes.forget(instance_id)
 
     def decide(self, job: JobView, exclude: Collection[str], now: float) -> Route:
-        """A route; it counts as load until broadcasts show it, and as work until the job ends.
+        """A route; it counts as load until broadcasts show it, and as work until the job ends. A job that only
+        warms does not count.
 
         Raises what `overload.decide` raises.
         """
         route = decide(job, self.loads.current, self.follower.current, now, self._rng, exclude)
-        for assignment in self.ledger.add(job, route, now):
-            self.loads.book(assignment)
+        if not job.warms:
+            for assignment in self.ledger.add(job, route, now):
+                self.loads.book(assignment)
         reasons = route.reasons
         if age_s := self.loads.stale_s(now):
             reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)

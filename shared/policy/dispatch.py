@@ -14,7 +14,7 @@ import msgspec
 
 from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.job import JobView
-from shared.domain.route import InstanceRef, Reason, Work
+from shared.domain.route import Affinity, InstanceRef, Reason, Work
 from shared.errors import InvalidRequest, PolyphaseError, Unavailable
 from shared.policy.decode_admission import ByPrediction, is_heavy
 from shared.policy.estimate import Option
@@ -31,8 +31,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and the reasons for it.
 
     A placement policy may also fix the decode instance, the split between both, and the work to count on the instance
-    until the job is complete. estimate: of the whole route, from a placement policy that makes one. has_room: see
-    `Route`.
+    until the job is complete. estimate: of the whole route, from a placement policy that makes one. has_room, affinity:
+    see `Route`.
     """
 
     instance: InstanceView
@@ -42,6 +42,7 @@ class Choice(msgspec.Struct, frozen=True):
     split: int | None = None
     estimate: Option | None = None
     has_room: bool = False
+    affinity: Affinity | None = None
 
     @property
     def ref(self) -> InstanceRef:

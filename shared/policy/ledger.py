@@ -20,6 +20,7 @@ from shared.domain.route import Route
 from shared.policy.class_demand import ClassDemand
 from shared.policy.decode_admission import is_heavy
 from shared.policy.output_lengths import OutputLengths
+from shared.policy.sessions import Sessions
 
 SETTLE_S = 1.0  # a job that was placed this long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
@@ -259,6 +260,7 @@ class WorkloadLedger:
         self.claims = Claims()
         self.output_lengths = OutputLengths()
         self.class_demand = ClassDemand()
+        self.sessions = Sessions()
 
     def __len__(self) -> int:
         return len(self._work)
@@ -277,6 +279,8 @@ class WorkloadLedger:
         self.claims.drop(job_id)
         self.output_lengths.started(job)
         self.class_demand.placed(job, now)
+        if job.session:
+            self.sessions.placed(job, route)
         assigned = assignments(job, route, now)
         for assignment in assigned:
             if assignment.coming:
@@ -298,6 +302,8 @@ class WorkloadLedger:
         self.claims.drop(job_id)
         self.output_lengths.ended(job_id, output_tokens)
         self.class_demand.ended(job_id, met, now)
+        if job_id in self.sessions.under_way:
+            self.sessions.ended(job_id, output_tokens, now)
         self._remove(job_id)
 
     def _remove(self, job_id: str) -> None:

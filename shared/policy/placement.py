@@ -17,9 +17,9 @@ from shared.domain.job import JobView
 from shared.domain.route import PrefixPull, Reason, Route
 from shared.errors import Delayed, InvalidRequest
 from shared.policy.dispatch import Choice, DispatchPolicy, Figures, choose_decode, why_none
-from shared.policy.estimate import Option
+from shared.policy.estimate import DecodeSide, Option, PrefillSide
 from shared.policy.index import ClusterIndex, InstanceIds, context_of, queued_prefill_s, usable
-from shared.policy.saved_tokens import saved_tokens
+from shared.policy.saved_tokens import saved_of, saved_tokens
 from shared.policy.split import Split
 
 MIN_DELAY_S, MAX_DELAY_S = 0.05, 0.25  # bounds of the retry time of a job that waits for `Split.max_prefills`
@@ -193,21 +193,28 @@ class _RouteBuilder:
             policy=self.policies.placement.name,
             reasons=(self._filter_reason(), *reasons),
             work=first.work,
-            prefill_saved=self._saved(prefill, split),
-            decode_saved=0 if _mixed(prefill, decode) else self._saved(decode, self.job.prompt_tokens),
+            prefill_saved=self._saved(prefill, split, estimate.prefill if estimate is not None else None),
+            decode_saved=0
+            if _mixed(prefill, decode)
+            else self._saved(decode, self.job.prompt_tokens, estimate.decode if estimate is not None else None),
             answer_tokens=self.index.ledger.output_lengths.bound(self.job),
             lead_steps=estimate.lead_steps if estimate is not None else 0,
             ttft_s=estimate.ttft_s - estimate.hold_s if estimate is not None else 0.0,
             hold_s=estimate.hold_s if estimate is not None else 0.0,
             has_room=first.has_room,
             pull=_pull_of(estimate),
+            affinity=first.affinity,
         )
         return Placed(route, estimate)
 
-    def _saved(self, chosen: Choice | None, tokens: int) -> int:
+    def _saved(self, chosen: Choice | None, tokens: int, estimated: PrefillSide | DecodeSide | None) -> int:
+        """Of the first `tokens` of the prompt, those that the instance holds: as reported, or as it was estimated."""
         if chosen is None or not self.job.prefix:
             return 0
-        return saved_tokens(self.index.prefixes, chosen.instance, self.job, tokens)
+        saved = saved_tokens(self.index.prefixes, chosen.instance, self.job, tokens)
+        if estimated is not None and self.job.session:  # with what its session's last turn left there
+            saved = max(saved, saved_of(estimated.saved, chosen.instance, tokens))
+        return saved
 
     def _filter_reason(self) -> Reason:
         index = self.index

@@ -128,6 +128,10 @@ class PrefixIndex:
     def known(self) -> frozenset[str]:
         return frozenset(self._instances)
 
+    def reports(self, instance_id: str) -> bool:
+        """Whether it is known what the instance holds."""
+        return instance_id in self._instances
+
     def apply(self, instance_id: str, delta: PrefixDelta) -> bool:
         """Apply the next delta of an instance.
 

@@ -82,12 +82,13 @@ def make_job(
     caller: str = "",
     age_s: float = 0.0,
     slo: Slo | None = None,
+    session: str = "",
 ) -> tuple[Job, list[wire.TokenStep]]:
     """A job that arrived `age_s` ago, and the list in which its steps gather."""
     steps: list[wire.TokenStep] = []
     generation = Generation(b"", time.time() - age_s, salt)
     job_id = job_id or f"job-{next(_job_numbers)}"
-    spec = JobSpec(job_id, prompt, generation, max_tokens, carry, local_only, slo or Slo(), caller)
+    spec = JobSpec(job_id, prompt, generation, max_tokens, carry, local_only, slo or Slo(), caller, session=session)
     return Job(spec, steps.append, "gateway-0", time.monotonic() + timeout_s), steps
 
 

@@ -140,14 +140,16 @@ async def live_suite(
 
 
 @contextmanager
-def pipelines(suite: LiveSuite, *, shared: bool = False) -> Iterator[list[Pipeline]]:
-    """A gateway's pipeline for each scheduler. shared: one alone, which asks all schedulers in turn."""
+def pipelines(suite: LiveSuite, *, shared: bool = False, **changes: Any) -> Iterator[list[Pipeline]]:
+    """A gateway's pipeline for each scheduler. shared: one alone, which asks all schedulers in turn. changes: of its
+    settings.
+    """
     sockets = Sockets()
     try:
         with RpcClients(sockets) as clients:
             made = []
             for addresses in [tuple(suite.addresses)] if shared else [(one,) for one in suite.addresses]:
-                settings = GatewaySettings(schedulers=addresses, model="m")
+                settings = GatewaySettings(schedulers=addresses, model="m", **changes)
                 schedulers = SchedulerClient(clients, settings.schedulers)
                 metrics = GatewayMetrics("m", CollectorRegistry())
                 reporter, lengths = Reporter(schedulers, metrics), LengthClient(clients, settings, metrics.predictions)

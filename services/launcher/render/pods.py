@@ -170,7 +170,7 @@ def _resources(options: RenderOptions, group: Group, devices: Devices | None) ->
     """Requests and limits; Kubernetes requires accelerators in both."""
     usual = _USUAL.get(group.component, _SMALL)
     if (worker := group.worker) is not None and worker.engine == "vllm":
-        host_bytes = worker.inbox_bytes + (worker.staging_bytes or 1 << 30)
+        host_bytes = worker.inbox_bytes + (worker.staging_bytes or 1 << 30) + worker.host_kv_bytes
         kv_bytes = 0 if devices is not None else worker.kv_cache_bytes
         memory = f"{math.ceil((host_bytes + kv_bytes) * worker.ranks / 2**30) + 4}Gi"
         usual = Resources(requests={"cpu": str(worker.threads * worker.ranks), "memory": memory})

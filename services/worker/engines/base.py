@@ -208,9 +208,21 @@ class Left:
     state: bytes
 
 
+class HostTierStats(msgspec.Struct, frozen=True):
+    """KV in host memory, of all ranks. Blocks and tokens count since the start."""
+
+    held_bytes: int = 0
+    limit_bytes: int = 0  # 0: the engine has no host tier
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    evicted_blocks: int = 0
+    served_tokens: int = 0  # of prompts, loaded in place of being computed
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of requests without blocks that
-    are to decode here. `prompt_tokens`, `hit_tokens` and `preemptions` count since the start.
+    are to decode here. `free_blocks` includes those that are kept for sessions and that no request uses.
+    `prompt_tokens`, `hit_tokens`, `preemptions` and `sessions_yielded` count since the start.
     """
 
     running: int = 0
@@ -219,8 +231,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     free_blocks: int = 0
     total_blocks: int = 0
     prompt_tokens: int = 0  # of all requests that have started
-    hit_tokens: int = 0  # of these, found in the engine's own prefix cache
+    hit_tokens: int = 0  # of these, found in the engine's own prefix cache or in its host memory
     preemptions: int = 0  # how often a request lost its blocks
+    sessions: int = 0  # whose KV is kept until their next turn
+    session_blocks: int = 0  # that are kept for them
+    sessions_yielded: int = 0  # whose blocks requests needed
+    host: HostTierStats = HostTierStats()
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -384,9 +400,15 @@ class BlocksRemoved(msgspec.Struct, frozen=True):
     blocks: Sequence[BlockName]
 
 
+class BlocksKept(msgspec.Struct, frozen=True):
+    """There is one more copy of each block that can be found already: in host memory."""
+
+    blocks: Sequence[BlockName]
+
+
 class BlocksCleared(msgspec.Struct, frozen=True):
     """All blocks are gone."""
 
 
-CacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
+CacheEvent = BlocksStored | BlocksRemoved | BlocksKept | BlocksCleared
 CacheSink = Callable[[Sequence[CacheEvent]], None]

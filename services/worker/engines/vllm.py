@@ -37,6 +37,7 @@ from services.worker.engines.base import (
     EnginePolicies,
     EngineRequest,
     EngineStats,
+    HostTierStats,
     KnownTokens,
     Left,
     Sink,
@@ -58,7 +59,17 @@ from services.worker.engines.vllm_patches import (
 )
 from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.engines.vllm_scheduler import SchedulerPolicies, blocks_of
-from services.worker.engines.vllm_start import engine_config, engine_info, kept_kv, lora_requests, media_of, ranks_port
+from services.worker.engines.vllm_sessions import KeptSessions
+from services.worker.engines.vllm_start import (
+    engine_config,
+    engine_info,
+    kept_kv,
+    lora_requests,
+    media_of,
+    ranks_port,
+    start_host_tier,
+)
+from services.worker.kv import lossy_salt
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import digest_of_key
@@ -153,6 +164,7 @@ class VllmEngine:
 
         def left(result: Left | None) -> None:
             if result is not None:
+                self._kept.forget(request_id)
                 self._abort(request_id)
             self._loop.call_soon_threadsafe(self._set_left, request_id, ended, result)
 
@@ -275,7 +287,8 @@ class VllmEngine:
         zero_imported_blocks(self._scheduler)
         if self._ranks is not None:
             observe_steps(self._scheduler, self._pass_scheduled, lambda _: None)
-        self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates)
+        self._kept = KeptSessions(self._scheduler, s.session_keep_s, s.session_share)
+        self._scheduling = SchedulerPolicies(self._scheduler, self.policies, self._rates, lambda: self._kept.unused)
         # A step of coupled ranks lasts as long as that of the slowest one.
         own_cpu = s.computes_here and self._ranks is None
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=own_cpu, stages=s.pipeline_parallel)
@@ -289,6 +302,7 @@ class VllmEngine:
         core = self._core.engine_core
         self._hasher = core.request_block_hasher
         self._exports = CacheExports(core)
+        self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
         return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)
@@ -315,6 +329,7 @@ class VllmEngine:
             self._observer.began()
             self._follow_commands()
             self._exports.advance()
+            self._kept.advance()
             busy, begun = self._busy, ranks.passes.begun if ranks is not None else 0
             if busy:
                 self._turn()
@@ -418,6 +433,8 @@ class VllmEngine:
                 add_resumed(self._core.engine_core, core_request)
             else:
                 self._core.add_request(core_request)
+            if not request.generation.cache_salt.startswith(lossy_salt("")):  # its next turn would not find it
+                self._kept.watch(request.request_id, request.job.session)
             if adapter := request.generation.adapter:
                 self._with_adapter[request.request_id] = adapter
         except Exception as error:  # whatever vLLM raises: one request must not fail the others
@@ -479,7 +496,7 @@ class VllmEngine:
 
     def _snapshot(self) -> None:
         scheduler = self._scheduler
-        blocks = blocks_of(scheduler)
+        blocks = blocks_of(scheduler, self._kept.unused)
         self._stats = EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
@@ -489,6 +506,10 @@ class VllmEngine:
             prompt_tokens=self._cache.prompt_tokens,
             hit_tokens=self._cache.hit_tokens,
             preemptions=self._scheduling.preemptions,
+            sessions=len(self._kept),
+            session_blocks=self._kept.pinned,
+            sessions_yielded=self._kept.yielded,
+            host=self._host.stats() if self._host is not None else HostTierStats(),
         )
 
     # Back on the event loop.

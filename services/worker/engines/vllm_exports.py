@@ -1,4 +1,4 @@
-"""Exports of KV that vLLM's blocks hold already: of prefixes in its cache, and of requests that run.
+"""Exports of KV that vLLM's blocks hold already, or the host tier: of prefixes in its cache, and of requests that run.
 
 Between two steps each export is looked up, its blocks are pinned by their reference counts, and the ranks copy them
 piece by piece into their staging pools, from where other instances pull them. The engine's thread makes all calls.
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
@@ -19,6 +19,9 @@ from services.worker.engines.vllm_patches import forced_tokens, sampling_state
 from services.worker.kv.vllm.connector import ExportChunk, drop_on_rank, stage_on_rank
 from shared.domain.kv import EXPORT_SHARE
 from shared.runtime.logs import get_log
+
+if TYPE_CHECKING:
+    from services.worker.kv.vllm.host_tier import HostTier
 
 log = get_log(__name__)
 PIECE_S = 0.004  # of the engine's time for the copy of a piece
@@ -54,6 +57,7 @@ class CacheExports:
         self._cache = core.scheduler.kv_cache_manager
         # A state is overwritten as its request goes on: it can be exported only at the end.
         self._has_states = bool(self._cache.kv_cache_config.has_mamba_layers)
+        self.tier: HostTier | None = None
         self._clock = clock
         self._exports: list[_Export] = []  # in the order of their arrival
         self._leaving: dict[str, _Leaving] = {}  # by request
@@ -66,6 +70,11 @@ class CacheExports:
         """
         if not self._cache.enable_caching or request.skip_reading_prefix_cache or self._has_states:
             return 0
+        if self.tier is not None:
+            blocks, tokens = self.tier.exported(request)
+            if tokens <= wanted.start:
+                self.tier.export_ended(chain(*blocks))
+            return self._begin(wanted, tokens, tuple(blocks))
         blocks, tokens, *_ = self._cache.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens)
         return self._begin(wanted, tokens, blocks)
 
@@ -171,12 +180,14 @@ class CacheExports:
 
     def _unpin(self, export: _Export) -> None:
         self._exports.remove(export)
+        if self.tier is not None:
+            self.tier.export_ended(chain(*export.blocks))
         self._cache.block_pool.free_blocks(reversed(_held(export)))
 
 
 def _held(export: _Export) -> list[KVCacheBlock]:
-    """Its blocks without vLLM's null block."""
-    return [block for block in chain(*export.blocks) if not block.is_null]
+    """Its blocks without vLLM's null block, and without those of the host tier."""
+    return [block for block in chain(*export.blocks) if not block.is_null and block.block_id > 0]
 
 
 def _computed(request: Request) -> int:

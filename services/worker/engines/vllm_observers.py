@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventPublisher
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+)
 from vllm.v1.kv_cache_interface import is_full_attention_spec
 
 from services.worker.engines.base import (
     BlocksCleared,
+    BlocksKept,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
@@ -183,8 +191,8 @@ class _Publisher(EventPublisher):  # type: ignore[misc]  # vLLM is untyped here
 
 
 def _converted(event: object, group: int) -> CacheEvent | None:
-    """None for events that have no meaning here: of other tiers of memory or groups of layers, and of blocks that more
-    than tokens, media items, a salt and an adapter tell apart.
+    """None for events that have no meaning here: of other groups of layers, and of blocks that more than tokens, media
+    items, a salt and an adapter tell apart.
     """
     if isinstance(event, AllBlocksCleared):
         return BlocksCleared()
@@ -194,6 +202,8 @@ def _converted(event: object, group: int) -> CacheEvent | None:
         return BlocksRemoved(event.block_hashes)
     if not isinstance(event, BlockStored):
         return None
+    if event.medium == MEDIUM_CPU:
+        return BlocksKept(event.block_hashes)
     adapter = event.lora_name or ""
     keys = _keys(event, adapter)
     if keys is None:

@@ -9,12 +9,12 @@ An instance may also run vLLM 0.31, until its turn to be upgraded comes. Of thes
 default for GPUs. `tests/e2e/test_releases.py` lets both releases serve together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.sampling_params import SamplingType
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
@@ -70,6 +71,23 @@ class _NoBlocks(set[int]):
         pass
 
 
+def before_shortage(scheduler: Any, make_room: Callable[[], bool]) -> None:
+    """Have vLLM (0.32) call `make_room` where a request finds too few free blocks, and look again while that is true.
+
+    An allocation that finds too few has changed nothing that a second one would change otherwise.
+    """
+    manager = scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(*args, **kwargs)
+        while blocks is None and make_room():
+            blocks = allocate(*args, **kwargs)
+        return blocks
+
+    manager.allocate_slots = allocate_slots
+
+
 def observe_steps(scheduler: Any, scheduled: Callable[[Any], None], updated: Callable[[Any], None]) -> None:
     """Call `scheduled(plan)` after each step is scheduled, and `updated(plan)` before its tokens are accounted for.
 
@@ -92,6 +110,87 @@ def observe_steps(scheduler: Any, scheduled: Callable[[Any], None], updated: Cal
 def replace_event_publisher(scheduler: Any, wrap: Callable[[EventPublisher], EventPublisher]) -> None:
     """Replace the publisher of KV events, which gets those of a step after each step."""
     scheduler.kv_event_publisher = wrap(scheduler.kv_event_publisher)
+
+
+class CacheObserver(Protocol):
+    def cached(self, request: Request, blocks: Sequence[KVCacheBlock], start: int, end: int, group: int) -> None:
+        """Blocks [start, end) of a request, in this KV cache group, can be found from now on."""
+
+    def evicting(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """These free blocks are about to be used; those with a hash could be found until now."""
+
+    def clear(self) -> None:
+        """No block can be found any more."""
+
+
+def observe_blocks(pool: Any, observer: CacheObserver) -> None:
+    """Call `observer` with the blocks that vLLM's block pool caches and gives away.
+
+    vLLM's events name blocks by hashes alone, and come after the step.
+    """
+    cache, new, reset = pool.cache_full_blocks, pool.get_new_blocks, pool.reset_prefix_cache
+
+    def observed_cache(
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        cache(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask)
+        observer.cached(request, blocks, num_cached_blocks, num_full_blocks, kv_cache_group_id)
+
+    def observed_new(num_blocks: int) -> list[KVCacheBlock]:
+        if num_blocks <= pool.get_num_free_blocks():
+            leaving, block = [], pool.free_block_queue.fake_free_list_head
+            for _ in range(num_blocks):
+                block = block.next_free_block
+                leaving.append(block)
+            observer.evicting(leaving)
+        blocks: list[KVCacheBlock] = new(num_blocks)
+        return blocks
+
+    def observed_reset() -> bool:
+        done: bool = reset()
+        if done:
+            observer.clear()
+        return done
+
+    pool.cache_full_blocks, pool.get_new_blocks, pool.reset_prefix_cache = observed_cache, observed_new, observed_reset
+
+
+def longest_hit(
+    manager: Any, stored: Callable[[Any], Any], request: Request, most_tokens: int
+) -> tuple[Sequence[Sequence[Any]], int]:
+    """The longest beginning of a request, of at most so many tokens, of which vLLM's cache or `stored` has the blocks
+    that vLLM would need, in each KV cache group, and its tokens. vLLM's own blocks take precedence.
+
+    Which blocks are needed is vLLM's to say: all of full attention, the last ones of a window, and more with drafts.
+    """
+    pool = manager.block_pool
+    cached = pool.get_cached_block
+
+    def either(block_hash: Any, group_ids: list[int]) -> list[Any] | None:
+        found = cached(block_hash, group_ids)
+        if found:
+            return list(found)
+        blocks = []
+        for group in group_ids:
+            own = cached(block_hash, [group])
+            block = own[0] if own else stored(make_block_hash_with_group_id(block_hash, group))
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
+
+    pool.get_cached_block = either
+    try:
+        groups, tokens, *_ = manager.coordinator.find_longest_cache_hit(request.block_hashes, most_tokens)
+    finally:
+        del pool.get_cached_block
+    return groups, tokens
 
 
 def overlap_on_cpu(config: VllmConfig) -> None:

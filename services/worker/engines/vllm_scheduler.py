@@ -108,8 +108,12 @@ def rest_of_item(features: Sequence[MultiModalFeatureSpec], position: int) -> in
 class SchedulerPolicies:
     """The policies of one scheduler. The engine's thread makes all calls."""
 
-    def __init__(self, scheduler: Any, policies: EnginePolicies, rates: CurrentRates) -> None:
+    def __init__(
+        self, scheduler: Any, policies: EnginePolicies, rates: CurrentRates, kept: Callable[[], int] = lambda: 0
+    ) -> None:
+        """kept: how many blocks are in use that a request gets when it needs them."""
         self._scheduler = scheduler
+        self._kept = kept
         self._rates = rates
         self._max_tokens = self._chunk_size = int(scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, EngineRequest] = {}  # all of the engine's
@@ -329,21 +333,22 @@ class SchedulerPolicies:
         return found
 
     def _blocks(self) -> Blocks:
-        return blocks_of(self._scheduler)
+        return blocks_of(self._scheduler, self._kept())
 
 
-def blocks_of(scheduler: Any) -> Blocks:
+def blocks_of(scheduler: Any, kept: int = 0) -> Blocks:
     """KV memory in blocks that hold `size_tokens` tokens of a request in all layers.
 
     vLLM may keep layers in several groups, each of which takes blocks of its own from the one pool. They are counted as
     if all attention layers held the whole request. A long request takes fewer for layers with a window, which shows in
-    what is free, and so do the blocks of states, of which a request has one or two.
+    what is free, and so do the blocks of states, of which a request has one or two. kept: blocks of the pool in use
+    that count as free.
     """
     pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
     a_block = max(1.0, sum(size / spec.block_size for spec in specs if not isinstance(spec, MambaSpec)))
     # Block 0 is vLLM's null block: it is never free and never used.
-    return Blocks(int(pool.get_num_free_blocks() / a_block), int((pool.num_gpu_blocks - 1) / a_block), size)
+    return Blocks(int((pool.get_num_free_blocks() + kept) / a_block), int((pool.num_gpu_blocks - 1) / a_block), size)
 
 
 def _missing(request: Request) -> int:

@@ -4,9 +4,10 @@ import math
 import os
 import time
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import KVEventsConfig, KVTransferConfig, ReasoningConfig, StructuredOutputsConfig, VllmConfig
@@ -19,9 +20,12 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
-from services.worker.engines.vllm_patches import force_known_tokens, overlap_on_cpu
+from services.worker.engines.vllm_patches import force_known_tokens, longest_hit, observe_blocks, overlap_on_cpu
 from services.worker.identity import fingerprint, folder_of, precision_of
 from services.worker.kv.codec import codec_speeds
+from services.worker.kv.host_index import SlotIndex
+from services.worker.kv.layout import LayoutError
+from services.worker.kv.vllm.connector import host_slots_on_rank, host_store_on_rank
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, WIDER
 from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
@@ -45,6 +49,9 @@ from shared.model.weights import fault_of_weights, weights_of
 from shared.policy.decode_admission import Blocks
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
+
+if TYPE_CHECKING:
+    from services.worker.kv.vllm.host_tier import HostTier
 
 log = get_log(__name__)
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", *EIGHT_BIT_NAMES)  # vLLM's `cache_dtype`s that are known here
@@ -338,6 +345,44 @@ def kept_kv(_: Any) -> tuple[tuple[KvComponent, ...], str]:
     """
     worker = get_kv_transfer_group().worker
     return tuple(worker.components), worker.kv_dtype
+
+
+def start_host_tier(core: Any, host_kv_bytes: int) -> "HostTier":
+    """Give a started engine core a tier of so many bytes of host memory on each rank. Raises InvalidRequest."""
+    from services.worker.kv.vllm.host_tier import HostTier  # uses more of vLLM than an older release may have
+
+    manager, config, run = core.scheduler.kv_cache_manager, core.vllm_config, core.model_executor.collective_rpc
+    if fault := fault_of_host_tier(manager):
+        raise InvalidRequest(f"host_kv_bytes: {fault}: leave it out")
+    try:
+        slot_bytes: list[int] = run(host_store_on_rank)
+    except LayoutError as error:
+        raise InvalidRequest(f"host_kv_bytes: {error}: leave it out") from error
+    slots = host_kv_bytes // max(slot_bytes)
+    if not slots:
+        raise InvalidRequest(f"host_kv_bytes: {host_kv_bytes} bytes do not hold a block, which has {max(slot_bytes)}")
+    run(host_slots_on_rank, args=(slots,))
+    # A token's attention, of 2 FLOPs for each layer, channel, position, and of K and V, costs as much as the rest of
+    # its forward pass, of some 24 for each layer and pair of channels, where as many positions are before it.
+    index = SlotIndex(slots, double_tokens=6 * config.model_config.get_hidden_size())
+    tier = HostTier(manager, index, sum(slot_bytes), partial(longest_hit, manager))
+    observe_blocks(manager.block_pool, tier)
+    core.scheduler.connector.scheduler.tier = tier
+    return tier
+
+
+def fault_of_host_tier(manager: Any) -> str:
+    """Why an engine with this KVCacheManager cannot have a host tier; empty where it can."""
+    if not manager.enable_caching:
+        return "the engine has no prefix cache"
+    if manager.kv_cache_config.has_mamba_layers:
+        return "the model keeps recurrent states, of which a prompt's blocks have no copies"
+    specs = [group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups]
+    if any(getattr(spec, "extra_retained_tokens", 0) or getattr(spec, "prefix_replay_tokens", 0) for spec in specs):
+        return "the model's windows, or its drafts, need more than the blocks of a window"
+    if any(each.block_pool is not manager.block_pool for each in manager.coordinator.single_type_managers):
+        return "vLLM keeps the model's KV in several pools of blocks"
+    return ""
 
 
 def engine_info(

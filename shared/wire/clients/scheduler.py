@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
+from zlib import crc32
 
 from shared.domain.adapters import AdapterSet
 from shared.domain.job import JobView
@@ -38,7 +39,7 @@ JOBS_KEPT = 100_000  # whose scheduler is remembered; the oldest are forgotten
 
 
 class SchedulerClient:
-    """Calls the connected schedulers in turn, others only when none is connected.
+    """Calls the connected schedulers in turn, others only when none is connected; for a session always the same.
 
     A job stays with the scheduler that placed it first: later placements and all reports go there, because it counts
     the job's work until it receives the end. Only when that scheduler is gone does another one take over.
@@ -70,13 +71,16 @@ class SchedulerClient:
     ) -> Route:
         """A route for `job`. to: as in PlaceRequest. Raises Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
         lost: PeerLost | None = None
-        for client in self._in_order(self._home.get(job.job_id) or self._next()):
+        for client in self._in_order(self._home.get(job.job_id) or self._first_for(job)):
             try:
                 route = await client.call(PLACE, PlaceRequest(job, exclude, trace, to), timeout_s=timeout_s)
             except PeerLost as error:
                 lost = error
             except DeadlineExceeded:
                 self._home.pop(job.job_id, None)  # it hangs: the next attempt goes to another scheduler
+                if job.session:
+                    at = self._addresses.index(client.address) + 1
+                    self._settle(job.job_id, self._addresses[at % len(self._addresses)])
                 raise
             else:
                 self._settle(job.job_id, client.address)
@@ -168,6 +172,12 @@ class SchedulerClient:
         self._home.move_to_end(job_id)
         if len(self._home) > JOBS_KEPT:
             self._home.popitem(last=False)
+
+    def _first_for(self, job: JobView) -> str:
+        """All turns of a session go to one scheduler, which remembers where the last one was computed."""
+        if not job.session:
+            return self._next()
+        return self._addresses[crc32(job.session.encode()) % len(self._addresses)]
 
     def _next(self) -> str:
         """The address whose turn it is, among the connected ones if there are any."""

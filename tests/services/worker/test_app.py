@@ -66,6 +66,7 @@ async def test_the_real_engine_says_how_long_its_step_lasts() -> None:
     engine._scheduler = SimpleNamespace(has_requests=lambda: False)
     engine._observer = SimpleNamespace(began=lambda: None, ended=lambda: None)
     engine._core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))
+    engine._exports = engine._kept = SimpleNamespace(advance=lambda: None, close=lambda: None)
     engine._snapshot = lambda: None  # type: ignore[method-assign]
 
     def block() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker import prefix_feed
-from services.worker.engines.base import BlocksCleared, BlocksRemoved, BlocksStored
+from services.worker.engines.base import BlocksCleared, BlocksKept, BlocksRemoved, BlocksStored
 from services.worker.kv import lossy_salt
 from services.worker.prefix_feed import HeldPrefixes, PrefixFeed
 from shared.domain.prompt import BLOCK_TOKENS, MediaItem, PrefixDelta, begun_in, block_hashes
@@ -155,6 +155,23 @@ def test_what_follows_an_unknown_block_is_left_out() -> None:
     held.apply(BlocksRemoved([b"1", b"2", b"3"]))
     held.apply(BlocksStored([b"1", b"2"], None, list(range(7))))  # tokens of no whole number of blocks
     assert not held.reachable.blocks
+    assert len(held) == 0
+
+
+def test_a_block_that_stays_in_host_memory_is_held_until_it_leaves_that_too() -> None:
+    held, known = HeldPrefixes(OURS), list[int]()
+    held.apply(BlocksStored([b"1"], None, list(range(OURS))))
+    for event, holds in (
+        (BlocksKept([b"1", b"of another group"]), True),
+        (BlocksRemoved([b"1"]), True),
+        (BlocksStored([b"1"], None, list(range(OURS))), True),  # loaded back
+        (BlocksRemoved([b"1"]), True),
+        (BlocksRemoved([b"1"]), False),
+        (BlocksKept([b"1"]), False),  # of a block that is not known
+    ):
+        held.apply(event)
+        known.append(len(held.reachable.blocks))
+        assert known[-1] == holds, event
     assert len(held) == 0
 
 

@@ -70,6 +70,7 @@ async def test_what_schedulers_are_told_is_what_the_next_request_finds(block_siz
         labels = '{engine="0",model_name="m"}'
         assert f"vllm:prefix_cache_hits_total{labels} {float(total.hit_tokens)}" in _metrics(registry)
         assert f"vllm:prefix_cache_queries_total{labels} {float(total.prompt_tokens)}" in _metrics(registry)
+        assert "polyphase_instance_host_tokens_total 0.0" in _metrics(registry)
         listening.cancel()
         client.close()
     sockets.close()

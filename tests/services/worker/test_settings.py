@@ -66,6 +66,11 @@ def test_engines_that_make_no_sense_are_refused(changes: dict[str, Any], says: s
         settings(**changes)
 
 
+def test_an_emulated_engine_has_no_host_tier() -> None:
+    with pytest.raises(ValidationError, match="host_kv_bytes: an emulated engine has no host tier"):
+        settings(engine="emulated", host_kv_bytes=1 << 30)
+
+
 def test_an_emulated_engine_may_have_a_pipeline() -> None:
     assert settings(engine="emulated", pipeline_parallel=2).pipeline_parallel == 2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.domain.kv import Codec
-from shared.domain.route import Reason
+from shared.domain.route import Affinity, Reason
 from shared.explain.reasons import PHRASES, phrase
 from shared.policy import registry
 from shared.wire.messages import LeaveCause
@@ -26,6 +26,7 @@ PUT_TOGETHER: dict[tuple[str, str], list[str]] = {
     ("shared/policy/papers/cronus.py", "f'split:{self.name}, full'"): ["split:cronus, full", "split:balanced, full"],
     ("shared/policy/papers/huawei.py", "f'placement:{self.name}'"): ["placement:workload", "placement:memory"],
     ("shared/policy/placement.py", "f'local: {why.message}'"): ["local: no prefill instance is ready (1 dead)"],
+    ("shared/policy/adaptive.py", "f'session:{affinity.value}'"): [f"session:{each.value}" for each in Affinity],
     ("gateway/job.py", "prediction.source"): ["classifier", "observed"],
     ("gateway/job.py", "f'migration:{cause}'"): [f"migration:{cause.value}" for cause in LeaveCause],
 }

@@ -1,6 +1,7 @@
 """From a request to the plan, and the errors where no plan is possible."""
 
 from dataclasses import replace
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -37,7 +38,7 @@ def asked(**goals: Any) -> PlanRequest:
 
 def test_the_first_is_the_one_that_was_asked_for() -> None:
     one = asked(seconds=5.0)
-    outcomes = find_plans(one, perf_counter, no_report)
+    outcomes = find_plans(one, count(step=0.01).__next__, no_report)  # a slow machine has time for all methods, too
     names = [outcome.method for outcome in outcomes]
     assert names[0] == "coupled"
     assert len(names) == len(set(names)) > 1

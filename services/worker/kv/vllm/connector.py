@@ -45,6 +45,7 @@ from services.worker.kv.layout import (
 from services.worker.kv.rank_messages import PullEnded
 from services.worker.kv.shards import RankShape, held_bytes
 from services.worker.kv.staging import Piece, PinnedMemory
+from services.worker.kv.vllm.host_store import HostCopies, HostStore
 from services.worker.kv.vllm.layers import LayerPart, RankComponent, components_of
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, Faults, KvEndpoint, KvSettings, host_copies, rows_of
 from services.worker.kv.wire.importing import Load, dtype_name
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
     from services.worker.kv.device_codec import DeviceCodec, Upload
+    from services.worker.kv.vllm.host_tier import HostTier
 
 _log = logging.getLogger(__name__)
 _STAGED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -138,6 +140,7 @@ class PolyphaseConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # 
     skips: list[ImportSkip] = field(default_factory=list)
     cancelled_imports: list[str] = field(default_factory=list)  # transfer ids
     dropped_exports: list[str] = field(default_factory=list)  # transfer ids
+    host: HostCopies = field(default_factory=HostCopies)
     idle: bool = False
 
 
@@ -173,8 +176,7 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """The groups whose blocks vLLM need not zero: none. An import does not fill the last block, and a kernel may
@@ -201,7 +203,13 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register_kv_caches(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls it before anything is written to blocks that the step has given away."""
+        assert isinstance(kv_connector_metadata, PolyphaseConnectorMetadata)
+        self.worker.save_to_host(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Before the forward pass of a step that has requests with blocks of the host tier; otherwise after it."""
         self.worker.start_load_kv(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -294,6 +302,7 @@ class PolyphaseConnectorScheduler:
         self._exports: dict[str, _Export] = {}
         self._imports: dict[str, _Import] = {}
         self._next = PolyphaseConnectorMetadata()
+        self.tier: HostTier | None = None  # once the engine has started, where it has one
 
     def on_new_request(self, request: Request) -> None:
         """Parameters that cannot be understood are logged and ignored: the engine then computes the whole prompt."""
@@ -337,6 +346,12 @@ class PolyphaseConnectorScheduler:
         last = int(request.num_tokens) - (self._tail is Tail.WINDOW)
         return min(wanted.handle.tokens, last)
 
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that the host tier, and then an import, can add to the computed ones; whether vLLM waits for them."""
+        held = self.tier.find(request, num_computed_tokens) if self.tier is not None else 0
+        imported = self.get_num_new_matched_tokens(request, num_computed_tokens + held)
+        return held + imported, imported > 0
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens that an import can add to the computed ones. vLLM may call it several times for a request; the last
         answer counts.
@@ -351,6 +366,8 @@ class PolyphaseConnectorScheduler:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         wanted = self._imports.get(request.request_id)
+        if self.tier is not None:
+            num_external_tokens -= self.tier.load(request, blocks.get_block_ids(), num_external_tokens)
         if wanted is None or not wanted.undecided:
             return
         if num_external_tokens == 0:
@@ -371,6 +388,8 @@ class PolyphaseConnectorScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> PolyphaseConnectorMetadata:
         step, self._next = self._next, PolyphaseConnectorMetadata()
+        if self.tier is not None:
+            step.host = self.tier.take()
         self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
         # In an idle step a rank waits for its imports. `_batches` steps are under way at once: until so many in a row
         # are empty, other ranks may still be in the forward pass of an earlier step, whose collective operations would
@@ -454,6 +473,8 @@ class PolyphaseConnectorWorker:
         self._cache_config = cache
         self._settings = settings
         self._registered: _Rank | None = None
+        self._caches: list[torch.Tensor] = []
+        self.host: HostStore | None = None
         self.components: tuple[KvComponent, ...] = ()  # of the model, once its caches are registered
         self.kv_dtype = ""  # in which K, V and latents are stored; empty where the model has none
         self._importing = 0  # requests whose import has not been reported as ended
@@ -474,6 +495,7 @@ class PolyphaseConnectorWorker:
     def register_kv_caches(self, caches: dict[str, torch.Tensor]) -> None:
         """Find out what the engine's KV caches hold and where, and open the endpoint. Raises LayoutError or OSError."""
         found = components_of(self._config, self._cache_config, caches)
+        self._caches = list(caches.values())
         shapes = tuple(each.shape for each in found)
         self.components = tuple(each.model for each in found)
         self.kv_dtype = next((dtype_name(each.dtype) for each in shapes if each.kind is not KvKind.STATE), "")
@@ -546,8 +568,23 @@ class PolyphaseConnectorWorker:
         scratch = scratch_segments(shapes, self._config.scheduler_config.max_num_batched_tokens)
         return DeviceCopies(TorchDevice(cache), memory, segment_bytes(shapes), scratch)
 
+    def host_store(self) -> HostStore:
+        """A store for blocks of this rank, yet without memory. Raises LayoutError."""
+        self.host = HostStore(self._caches, self._cache_config.num_blocks)
+        return self.host
+
+    def save_to_host(self, step: PolyphaseConnectorMetadata) -> None:
+        if step.host.saves:
+            assert self.host is not None, "the tier has slots once every rank has a store"
+            self.host.save(step.host.saves)
+
     def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
-        """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
+        """Load blocks from host memory; start and end imports; while the engine has nothing but imports to wait for,
+        wait a moment for one.
+        """
+        if step.host.loads:
+            assert self.host is not None
+            self.host.load(step.host.loads)
         endpoint = self._rank.endpoint
         for each in step.imports:
             self._importing += 1
@@ -613,7 +650,13 @@ class PolyphaseConnectorWorker:
         def slots(start: int, end: int) -> torch.Tensor:
             return slots_of(blocks[groups[0]], layout.block_size, start, end)
 
+        stored = self.host is not None and any(bool((each < 0).any()) for each in blocks)
+
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
+            if stored:
+                for layer, (cache, group) in enumerate(zip(component.caches, groups, strict=True)):
+                    self._gather_stored(layout, cache, blocks[group], (start, end), kv[layer].view(cache.dtype))
+                return
             if device_codec is not None and device_codec.gather(slots(start, end), kv):
                 return
             uploaded = {group: self._rank.copies.upload(blocks[group]) for group in set(groups)}
@@ -621,9 +664,25 @@ class PolyphaseConnectorWorker:
                 layout.gather(cache, uploaded[group], start, end, kv[layer].view(cache.dtype))
 
         coding = None
-        if device_codec is not None and component.shape.codec(codec).lossy:
+        if device_codec is not None and component.shape.codec(codec).lossy and not stored:
             coding = device_codec.coding(codec, tokens[1] - tokens[0], slots)
         return Piece(*tokens, fill, coding, index)
+
+    def _gather_stored(
+        self, layout: KvLayout, cache: torch.Tensor, blocks: torch.Tensor, tokens: tuple[int, int], out: torch.Tensor
+    ) -> None:
+        """Gather tokens of a layer of which some blocks, with numbers below 0, are slots of the host tier."""
+        assert self.host is not None
+        size, (start, end) = layout.block_size, tokens
+        first, last = start // size, -(-end // size)
+        wanted = blocks[first:last]
+        slots = [-1 - each for each in wanted.tolist() if each < 0]
+        # The blocks that the cache has, and then those of the store, as a cache of their own.
+        there = self.host.as_cache(cache, wanted[wanted >= 0].tolist(), slots)
+        order = torch.empty(len(wanted), dtype=torch.int64)
+        order[wanted >= 0] = torch.arange(len(wanted) - len(slots))
+        order[wanted < 0] = torch.arange(len(wanted) - len(slots), len(wanted))
+        layout.gather(there, self._rank.copies.upload(order), start - first * size, end - first * size, out)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose import has ended since the last call, and those of them for which it failed. The model may
@@ -647,6 +706,8 @@ class PolyphaseConnectorWorker:
             _log.warning("import of %s failed: %s", ended.transfer_id, ended.error)
 
     def shutdown(self) -> None:
+        if self.host is not None:
+            self.host.close()
         if self._registered is not None:
             self._registered.endpoint.stop()
             self._registered = None
@@ -655,6 +716,16 @@ class PolyphaseConnectorWorker:
 def stage_on_rank(_: Any, chunk: ExportChunk) -> None:
     """`PolyphaseConnectorWorker.stage`, as a function that vLLM's executor runs in each rank."""
     get_kv_transfer_group().worker.stage(chunk)
+
+
+def host_store_on_rank(_: Any) -> int:
+    """Bytes of a slot of the host tier on this rank. Raises LayoutError."""
+    return int(get_kv_transfer_group().worker.host_store().slot_bytes)
+
+
+def host_slots_on_rank(_: Any, slots: int) -> None:
+    """Allocate the rank's store after `host_store_on_rank`."""
+    get_kv_transfer_group().worker.host.allocate(slots)
 
 
 def drop_on_rank(_: Any, transfer_id: str) -> None:

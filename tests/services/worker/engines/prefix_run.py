@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+import msgspec
+
 from services.worker.engines.base import CacheEvent
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv import lossy_salt
@@ -154,13 +156,18 @@ async def versions(trial: Trial, settings: WorkerSettings) -> dict[str, Any]:
 
 
 async def found(
-    port: int, block_size: int, caching: bool, overlapping: bool = False, adapters: dict[str, str] | None = None
+    port: int,
+    block_size: int,
+    caching: bool,
+    overlapping: bool = False,
+    adapters: dict[str, str] | None = None,
+    host_kv_bytes: int = 0,
 ) -> dict[str, Any]:
     """Try it all, with asynchronous scheduling or without."""
     told, more = Told(), {"enable_prefix_caching": caching}
     limits = {"max_model_len": 640, "block_size": block_size, "chunk_size": 128, "kv_cache_bytes": 6 << 20}
     lora = {"adapters": adapters or {}, "allow_runtime_updating": bool(adapters), "max_rank": 8 if adapters else None}
-    limits |= {"async_scheduling": overlapping, "lora": lora}
+    limits |= {"async_scheduling": overlapping, "lora": lora, "host_kv_bytes": host_kv_bytes}
     async with started(port, 4 << 20, {"on_cache": told}, engine_args=more, **limits) as here:
         trial = Trial(here.engine, told)
         await work(trial, here.settings)
@@ -168,6 +175,7 @@ async def found(
             "versions": await versions(trial, here.settings) if adapters else {},
             "found": [asdict(one) for one in trial.found],
             "blocks": here.total_blocks,
+            "host": msgspec.to_builtins(here.engine.stats().host),
             "nodes": len(told.held),
             "told": len(told.held.reachable.blocks) * BLOCK_TOKENS,
         }

@@ -35,7 +35,6 @@ ENGINE: dict[str, Any] = {
 Answer = dict[str, Any]
 
 
-@ReasoningParserManager.register_module("dotted")
 class DottedReasoning(BaseThinkingReasoningParser):  # type: ignore[misc]  # vLLM is untyped here
     """For the demo model, which does not reason: what follows THINKS counts as reasoning, up to a full stop."""
 
@@ -204,6 +203,7 @@ async def found(
     port: int, overlapping: bool, given: dict[str, Any] | None = None, caching: bool = True
 ) -> dict[str, Any]:
     """Each kind of answer, begun here; or the rests of those that another engine has begun. caching: of prefixes."""
+    ReasoningParserManager.register_module("dotted", module=DottedReasoning)  # in this process alone
     engine = {**ENGINE, "engine_args": {**ENGINE["engine_args"], "enable_prefix_caching": caching}}
     async with started(port, 1 << 20, {}, async_scheduling=overlapping, **engine) as here:
         run = Run(here.engine)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from services.worker.engines.base import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from services.worker.engines.base import BlocksCleared, BlocksKept, BlocksRemoved, BlocksStored, CacheEvent
 from services.worker.engines.vllm_observers import CacheWatch
 
 FULL = FullAttentionSpec(block_size=2, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -90,6 +90,13 @@ def test_events_that_name_no_group_are_reported() -> None:
         BlocksStored([7], None, [1, 2]),
         BlocksRemoved([7]),
     ]
+
+
+def test_blocks_that_come_to_host_memory_are_further_copies() -> None:
+    kept = BlockStored([7], None, [], 2, None, MEDIUM_CPU, None, group_idx=0)
+    gone = BlockRemoved([7], MEDIUM_CPU, group_idx=0)
+    other = BlockStored([8], None, [], 2, None, MEDIUM_CPU, None, group_idx=1)
+    assert reported([FULL, WINDOW], [kept, other, gone]) == [BlocksKept([7]), BlocksRemoved([7])]
 
 
 def test_media_items_are_reported_where_they_begin() -> None:

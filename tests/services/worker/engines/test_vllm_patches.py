@@ -20,8 +20,16 @@ from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -32,6 +40,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.dp_utils import coordinate_batch_across_dp
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 from vllm.v1.worker.gpu.sample.states import SamplingStates as SamplingStatesV2
@@ -39,6 +48,7 @@ from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState as Thi
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from services.worker.engines.vllm_patches import (
     RESUMED,
@@ -55,6 +65,25 @@ CHECKED: dict[str, dict[Any, str]] = {
     "observe_steps, replace_event_publisher": {
         Scheduler.update_from_output: "85b29db96051",
         EventPublisher: "fa8b2aa2bf50",
+    },
+    "observe_blocks": {
+        BlockPool.cache_full_blocks: "5fbbcc0cf6eb",
+        BlockPool.get_new_blocks: "ab54592edae4",
+        BlockPool.reset_prefix_cache: "69bba8b57584",
+        FreeKVCacheBlockQueue.popleft_n: "66605b8e690c",
+        KVCacheBlock: "c059877cdb7f",
+    },
+    "longest_hit": {
+        BlockPool.get_cached_block: "900b7434e95c",
+        UnitaryKVCacheCoordinator.find_longest_cache_hit: "3b3bfd695ba8",
+        HybridKVCacheCoordinator.find_longest_cache_hit: "0d109ac725cf",
+        FullAttentionManager.find_longest_cache_hit: "8aafda11cf9b",
+        SlidingWindowManager.find_longest_cache_hit: "1be2b9cb791a",
+    },
+    "host_tier, host_store": {
+        SingleTypeKVCacheManager.allocate_external_computed_blocks: "f5419c711084",
+        KVConnectorModelRunnerMixin._get_kv_connector_output: "d31c3c5204c3",
+        ActiveKVConnector.pre_forward: "d14fe71d72b6",
     },
     "force_known_tokens": {
         LogitsProcessor: "a6219776f22f",

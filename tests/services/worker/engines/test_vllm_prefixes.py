@@ -55,6 +55,26 @@ def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlappi
     assert answer["told"] <= answer["blocks"] * block_size
 
 
+@pytest.mark.parametrize(("host_mb", "overlapping"), [(2, False), (64, True)])
+def test_what_the_host_tier_holds_is_known_and_hit_too(tmp_path: Path, host_mb: int, overlapping: bool) -> None:
+    """With a store that is soon full, and with one that keeps everything."""
+    answer = found_by(RUN, tmp_path, 32, True, overlapping, {}, host_mb << 20)
+    host, conversations = answer["host"], [one for one in answer["found"] if one["what"] == "conversation"]
+    for one in answer["found"]:
+        saved = min(one["known"], one["prompt"] - 1) // 32 * 32
+        assert one["hit"] - saved in (0, 32), one
+        assert one["reused"] == one["hit"] + one["imported"], one
+    assert {one["what"] for one in answer["found"] if one["imported"]} == {"imported"}
+    assert host["held_bytes"] <= host["limit_bytes"] <= host_mb << 20
+    assert min(host["stored_blocks"], host["served_tokens"]) > 0
+    if host_mb == 2:
+        assert host["evicted_blocks"] > 0
+    else:
+        assert host["evicted_blocks"] == 0
+        assert sum(not one["hit"] for one in conversations) <= 6  # each first part, under each of two salts
+    assert [one["hit"] for one in answer["found"] if one["what"] in ("cleared", "approximate")] == [0, 0]
+
+
 def test_without_a_prefix_cache_nothing_is_told(tmp_path: Path) -> None:
     answer = found_by(RUN, tmp_path, 32, False)
     assert answer["told"] == answer["nodes"] == 0
