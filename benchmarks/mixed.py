@@ -256,7 +256,7 @@ class Twin:
         Earlier requests, which do not count, let schedulers know answers' lengths, as the live one does. Raises
         Unavailable when a request does not end.
         """
-        run = with_words(RunSpec(seed=SEED), SYSTEMS[label].arm(label, self.speeds).words)
+        run = with_words(RunSpec(seed=SEED, migration=False), SYSTEMS[label].arm(label, self.speeds).words)
         if sent:
             run = replace(run, policies=msgspec.structs.replace(run.policies, placement=AsSent(tuple(sent))))
         before = drawn(lengths, EARLIER, len(work))

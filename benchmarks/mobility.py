@@ -1,12 +1,13 @@
 """`polyphase bench mobility`: what it brings to move KV between any two instances.
 
-Each section is a function: `chats` and `goodput` simulate clusters whose placement pulls prefixes from the instances
-that hold them, and the same clusters without pulls. `pulls` and `migration` are live.
+Each section is a function: `chats` simulates clusters whose placement pulls prefixes from the instances that hold them,
+and the same clusters without pulls; `goodput` clusters with and without pulls and migrations. `pulls` and `migration`
+are live.
 """
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -150,6 +151,9 @@ def pooled_tokens(cluster: str, work: Workload, share: float | None = 1.0) -> in
 
 
 CHAT_SEEDS = 3  # where answers are long, single requests decide: goodput varies by a tenth
+NEITHER = f"{WITHOUT}+migration=off"
+ARMS = {"mobile": WITH, "neither": NEITHER}
+CHAT_ARMS = {"mobile": WITH, "no_migration": f"{WITH}+migration=off", "no_pull": WITHOUT, "neither": NEITHER}
 
 
 def simulated_goodput(results: Path | None, processes: int) -> Result:
@@ -160,22 +164,22 @@ def simulated_goodput(results: Path | None, processes: int) -> Result:
 
 
 def compared_goodput(kept: Runs, case: Scenario) -> Result:
-    """Requests a second within their targets, with pulls and without: means over the seeds."""
-    seeds = [replace(case, seed=case.seed + at) for at in range(CHAT_SEEDS if case.kind == CHATS else 1)]
-    found = [_goodputs(kept, one) for one in seeds]
-    with_pulls, without = (fmean(column) for column in zip(*found, strict=True))
-    progress(f"{case.name}: {with_pulls:.2f} with pulls, {without:.2f} without; by seed {found}")
-    figures = {
-        f"goodput_{case.name}_pull_per_s": round(with_pulls, 3),
-        f"goodput_{case.name}_no_pull_per_s": round(without, 3),
-    }
-    return result(figures, {f"goodput_{case.name}_pull_over_none": at_least(1.0, with_pulls / max(1e-9, without))})
+    """Requests a second within their targets: with migrations and pulls, without either, and of chats with one of both;
+    means over the seeds.
+    """
+    arms, count = (CHAT_ARMS, CHAT_SEEDS) if case.kind == CHATS else (ARMS, 1)
+    found = [_goodputs(kept, replace(case, seed=case.seed + at), arms) for at in range(count)]
+    means = dict(zip(arms, map(fmean, zip(*found, strict=True)), strict=True))
+    progress(f"{case.name}: {means}; by seed {found}")
+    figures = {f"goodput_{case.name}_{arm}_per_s": round(mean, 3) for arm, mean in means.items()}
+    ratio = means["mobile"] / max(1e-9, means["neither"])
+    return result(figures, {f"goodput_{case.name}_mobile_over_neither": at_least(1.0, ratio)})
 
 
-def _goodputs(kept: Runs, case: Scenario) -> list[float]:
+def _goodputs(kept: Runs, case: Scenario, arms: Mapping[str, str]) -> list[float]:
     rough = goodput(kept.meets(case, WITH, MIN_REQUESTS, SHORT_S), 8.0, COARSE)
     requests = max(MIN_REQUESTS, round(LASTS_S * rough))
-    return [goodput(kept.meets(case, words, requests), rough, RESOLUTION) for words in (WITH, WITHOUT)]
+    return [goodput(kept.meets(case, words, requests), rough, RESOLUTION) for words in arms.values()]
 
 
 # Migration: answers on real engines that are moved again and again, and drains and flips beside emulated long streams.

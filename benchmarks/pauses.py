@@ -88,7 +88,7 @@ class PauseScenario:
 
     def simulated(self, arm: Arm, seed: int, folder: Path) -> Row:
         deployment, workload = load_deployment(self.cluster_into(folder)), self.workload(seed)
-        run = with_words(replace(deployment.run, seed=seed), arm.words)
+        run = with_words(replace(deployment.run, seed=seed, migration=False), arm.words)
         if self.predicted:
             run = replace(run, prediction=PREDICTION, max_tokens=MAX_TOKENS)
         return self.row(simulate(workload, deployment.instances, run), workload)

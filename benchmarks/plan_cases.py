@@ -40,7 +40,7 @@ from shared.sim.spec import EngineLimits, RunSpec, with_words
 from shared.sim.workload import Workload, synthetic
 
 INSIDE = Link(16e9, 1e-4, 0.8)
-PLAIN = RunSpec()  # without a step budget, as the papers' engines
+PLAIN = RunSpec(migration=False)  # and without a step budget, as the papers' engines
 NO_ITL_S = 3600.0  # the papers name no target for the gaps between tokens
 
 

@@ -18,7 +18,7 @@ from shared.domain.kv import TransferOutcome
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import EngineFailed, NotFound, PolyphaseError
-from shared.policy.leaving import AGAIN_S
+from shared.policy.leaving import AGAIN_S, COPY_ROUNDS, REST_TOKENS
 from shared.policy.overload import MOVE_LEAST_S
 from shared.runtime.logs import get_log
 from shared.wire.messages import (
@@ -38,8 +38,6 @@ from shared.wire.messages import (
 from shared.wire.rpc_client import RpcClients
 
 log = get_log(__name__)
-ROUNDS = 4  # of copies while the job decodes on
-REST_TOKENS = 64  # what may be missing when the job leaves
 EXPORT_S, PULL_S, LEAVE_S = 5.0, 60.0, 10.0  # deadlines of the calls
 ARRIVE_S = 5.0  # for tokens to arrive whose KV the instance has exported
 _LOOK_S = 0.005
@@ -164,7 +162,7 @@ class Mover:
             migration = Migration(target, leave.cause, time.time())
             job.migrates(source.instance_id, target.instance_id, leave.cause)
             await self._copy_ahead(migration, held)
-            migration.transfer_id = self._transfer_id(ROUNDS)
+            migration.transfer_id = self._transfer_id(COPY_ROUNDS)
             self.migration, left = migration, True
             try:
                 await self._call(source, LEAVE, LeaveRequest(job_id, migration.transfer_id, migration.copied), LEAVE_S)
@@ -187,7 +185,7 @@ class Mover:
     async def _copy_ahead(self, migration: Migration, held: list[tuple[InstanceRef, str]]) -> None:
         """Have the target pull the job's KV while it decodes on, until little is missing."""
         job, source, target = self._job, self._instance, migration.target
-        for round_number in range(ROUNDS):
+        for round_number in range(COPY_ROUNDS):
             transfer_id = self._transfer_id(round_number)
             held += [(source, transfer_id), (target, transfer_id)]
             export = ExportRequest(transfer_id, job.spec.job_id, start=migration.copied)

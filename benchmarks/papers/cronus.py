@@ -145,7 +145,13 @@ def modelled(testbed: Testbed, workload: Workload, capacity: Capacity) -> float:
     feed = Kind(HIGH, capacity.model, limits=replace(WHOLE, sequences=256), link=Link(1e12, 0.0, 1.0), slowed=1e-3)
     decode = Kind(capacity.accelerator, capacity.model, limits=CHUNKED, link=feed.link)
     cluster = (*instances(testbed, feed, Role.PREFILL), *instances(testbed, decode, Role.DECODE))
-    run = RunSpec(label="decode alone", first_token=FirstToken.DECODE, streaming=False, decode_admission=Watermark())
+    run = RunSpec(
+        migration=False,
+        label="decode alone",
+        first_token=FirstToken.DECODE,
+        streaming=False,
+        decode_admission=Watermark(),
+    )
     return requests_per_s(simulate(workload.at_once(), cluster, run))
 
 
@@ -174,6 +180,7 @@ def run_system(testbed: Testbed, column: Column, system: str, workload: Workload
         case _:  # live, `max_prefills` of the split limits the prefill instance, which here has a limit of its own
             split, cluster = CronusSplit(max_prefills=0), _pair(testbed, model, low, HIGH)
     run = RunSpec(
+        migration=False,
         policies=Policies(placement, split, PowerOfTwo()),
         decode_admission=Watermark(),
         first_token=FirstToken.DECODE,

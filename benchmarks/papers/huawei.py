@@ -59,7 +59,9 @@ def degrees(testbed: Testbed, data: Path) -> Figure:
             output_tokens=np.repeat(sent.output_tokens, degree),
         )
         cluster = instances(testbed, Kind(V100, LLAMA, degree, LIMITS), Role.DECODE)
-        simulated[degree] = count * tokens_per_s(simulate(repeated, cluster, RunSpec(decode_admission=Watermark())))
+        simulated[degree] = count * tokens_per_s(
+            simulate(repeated, cluster, RunSpec(migration=False, decode_admission=Watermark()))
+        )
     ours, real = (" > ".join(map(str, sorted(by, key=lambda t: -by[t]))) for by in (estimated, simulated))
     return f"estimate {ours}; simulated {real}", ours == real
 
@@ -109,7 +111,9 @@ def _throughput(data: Path, rate: float, cluster: tuple[InstanceSpec, ...], plac
     policies = Policies(placement, NoSplit(), RandomDispatch())
     workload = sharegpt(data, REQUESTS)
     workload = workload if rate == inf else poisson(workload, rate)
-    return tokens_per_s(simulate(workload, cluster, RunSpec(policies=policies, decode_admission=Watermark())))
+    return tokens_per_s(
+        simulate(workload, cluster, RunSpec(migration=False, policies=policies, decode_admission=Watermark()))
+    )
 
 
 def _mean_output(data: Path) -> int:

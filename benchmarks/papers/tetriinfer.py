@@ -54,6 +54,7 @@ DECODE = Kind(ACCELERATOR, MODEL, DEGREE, EngineLimits(batched_tokens=2048), ROC
 # For studies of decode alone: prompts take no time, as the paper's emulation has their KV at hand (section 4).
 INSTANT = replace(PREFILL, slowed=1e-3, link=Link(1e12, latency_s=0.0, efficiency=1.0))
 TETRI = RunSpec(
+    migration=False,
     label="TetriInfer",
     policies=Policies(placement=LeastLoad(), split=FullSplit(), dispatch=PowerOfTwo()),
     prefill_order=Sjf(16),
@@ -104,7 +105,7 @@ def interference(testbed: Testbed) -> dict[str, Figure]:
 
 
 def coupled(testbed: Testbed, workload: Workload) -> SimResult:
-    run = RunSpec(label="vLLM 2023", decode_admission=Watermark())
+    run = RunSpec(migration=False, label="vLLM 2023", decode_admission=Watermark())
     return simulate(workload, instances(testbed, COUPLED, Role.DECODE), run)
 
 

@@ -32,7 +32,7 @@ TRACES = {"coding": CODING, "conversation": CONVERSATION}
 NETWORK = Link(5e9)  # 40 Gb/s, of which `Link` reaches 58 % as the paper measured
 INSIDE = Link(16e9, latency_s=1e-4)  # between stages of one host, over PCIe
 CONTEXT_TOKENS = 2048  # the model's
-RUN = RunSpec(label="ThunderServe", codec=Codec.INT4, decode_admission=Watermark())
+RUN = RunSpec(migration=False, label="ThunderServe", codec=Codec.INT4, decode_admission=Watermark())
 LIMITS = EngineLimits(batched_tokens=2048)
 MODEL, LAYERS = "LLaMA-30B", 60
 
@@ -112,7 +112,9 @@ def link_gains(testbed: Testbed) -> dict[str, float]:
     coupled = tuple(_best(testbed, accelerator, Role.DECODE, first) for accelerator in ("A40", "RTX-3090-Ti"))
     packed = tokens_per_s(simulate(workload, split, RUN))
     raw = tokens_per_s(simulate(workload, split, replace(RUN, codec=Codec.RAW)))
-    base = tokens_per_s(simulate(workload, coupled, RunSpec(label="coupled", decode_admission=Watermark())))
+    base = tokens_per_s(
+        simulate(workload, coupled, RunSpec(migration=False, label="coupled", decode_admission=Watermark()))
+    )
     return {"split": packed / base, "bits": packed / raw, "split_tokens": packed}
 
 

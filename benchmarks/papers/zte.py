@@ -39,7 +39,9 @@ def _runs(testbed: Testbed, prompt: int, output: int, rate: float, ratio: tuple[
     )
     lengths = synthetic(round(rate * ARRIVALS_S), prompt, output)
     return [
-        simulate(poisson(lengths, rate, seed), cluster, RunSpec(decode_admission=Watermark(), seed=seed))
+        simulate(
+            poisson(lengths, rate, seed), cluster, RunSpec(migration=False, decode_admission=Watermark(), seed=seed)
+        )
         for seed in SEEDS
     ]
 

@@ -20,7 +20,7 @@ from services.worker.engine_start import start_engine
 from services.worker.engines.base import Engine
 from services.worker.identity import instance_info
 from services.worker.jobs.adapters import Adapters
-from services.worker.jobs.decode import LOOK_S, DecodeService
+from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.exports import ExportService
 from services.worker.jobs.prefill import REST_S, Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
@@ -34,6 +34,7 @@ from services.worker.step_costs import LEARN_S, ChunkSize, KnownRates, LiveRates
 from shared.domain.instance import InstanceInfo
 from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import StepRates
+from shared.policy.leaving import LOOK_S
 from shared.runtime.http import json_response, service_app
 from shared.runtime.logs import LogTail, get_log
 from shared.runtime.tasks import background

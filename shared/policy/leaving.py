@@ -7,11 +7,16 @@ other one for each job.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.policy.decode_admission import ahead_of
+from shared.policy.decode_admission import COUNT, ahead_of
 
 AHEAD_S = 3.0  # KV memory that lasts for longer is no reason: answers may end sooner than expected
 AT_ONCE = 4  # jobs that leave for memory within one look
 AGAIN_S = 5.0  # between two requests of one job to leave
+LOOK_S = 0.25  # between two looks of an instance for jobs that should leave
+DRAIN_NEWS_S = 2.0  # between two notices of a drain to a decode that is still here: there may be room for it by then
+COPY_ROUNDS = 4  # of copies of a job's KV while it decodes on
+REST_TOKENS = 64  # of KV that may be missing at the target when the job leaves
+PULLS_AT_ONCE = 2  # copies into one instance: the rest of a job's KV, for which its client waits, comes behind no more
 SLOW_EACH_S = 1.0  # between two jobs that leave a slow instance: the next look sees what the last one changed
 
 
@@ -39,11 +44,12 @@ def leaves_for_memory(
     if not jobs or token_s <= 0.0 or free_tokens >= len(jobs) * AHEAD_S / token_s:
         return []
     chosen: list[str] = []
-    staying = list(jobs)
+    ahead, staying = _ahead(jobs, block_size), len(jobs)
     for job in sorted(jobs, key=lambda each: (each.weight, -each.left)):
-        if len(chosen) == AT_ONCE or len(staying) < 2 or _fits(staying, room_tokens, block_size):
+        if len(chosen) == AT_ONCE or staying < 2 or max(ahead) <= room_tokens:
             break
-        staying.remove(job)
+        staying -= 1
+        ahead = [held - own for held, own in zip(ahead, _ahead([job], block_size), strict=True)]
         if now - job.asked_s >= AGAIN_S:
             chosen.append(job.request_id)
     return chosen
@@ -60,5 +66,6 @@ def leaves_for_speed(jobs: Sequence[Stayer], token_s: float, now: float) -> str 
     return chosen.request_id if chosen is not None else None
 
 
-def _fits(jobs: Sequence[Stayer], room_tokens: int, block_size: int) -> bool:
-    return max(ahead_of(((job.held, job.left) for job in jobs), block_size, 1.0), default=0) <= room_tokens
+def _ahead(jobs: Sequence[Stayer], block_size: int) -> Sequence[int]:
+    """The KV that the jobs will hold, by stretches of steps."""
+    return ahead_of(((job.held, job.left) for job in jobs), block_size) or (0,) * COUNT

@@ -2,7 +2,8 @@
 
 A request arrives and is placed (`intake`), its prompt is computed on the prefill instance, `Handover` chooses the
 decode instance and sends the KV, and the request decodes to its end. A stream whose KV blocks were taken back may go on
-at another instance (`Moves`). `Changes` flips and loses instances on the way.
+at another instance (`Moves`), and running decodes migrate with their KV (`Migrations`). `Changes` flips and loses
+instances on the way.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
 from shared.sim.intake import AutoFlips, Context, Intake, Legs, Part
+from shared.sim.migrations import Migrations
 from shared.sim.outcomes import Gaps, SimResult, Status
 from shared.sim.pulls import Pulls
 from shared.sim.record import Record, Sampler
@@ -70,7 +72,8 @@ class _Simulation:
         self._pulls = Pulls(run, self._loop, self._fleet)
         self._intake = Intake(context, self._pulls, self._flips)
         self._handover = Handover(context, self._intake)
-        self._changes = Changes(context, self._intake, self._handover, self._flips)
+        self._migrations = Migrations(context, self._intake, prefix_tokens)
+        self._changes = Changes(context, self._intake, self._handover, self._migrations, self._flips)
         self._moves = Moves(context, self._intake)
 
     def result(self) -> SimResult:
@@ -92,16 +95,18 @@ class _Simulation:
             gaps=Gaps().merge(instance.gaps() for instance in instances),
             duration_s=float(outcomes.last_token_s[done].max()) - begun if done.any() else now - begun,
             events=self._loop.handled,
-            kv_bytes=self._handover.kv_bytes + self._pulls.wire_bytes,
+            kv_bytes=self._handover.kv_bytes + self._pulls.wire_bytes + self._migrations.wire_bytes,
             pulls=self._pulls.count,
             pulled_tokens=self._pulls.tokens,
+            migrations=self._migrations.count,
             timeline=self._changes.sampler.timeline() if self._changes.sampler is not None else None,
             role_flips=tuple(flips.made) if flips is not None else (),
             shifts=tuple(flips.shifts) if flips is not None else (),
         )
 
     def admitted(self, leg: Leg, now: float) -> None:
-        self._handover.admitted(leg, now)
+        if not self._migrations.admitted(leg, now):
+            self._handover.admitted(leg, now)
 
     def chunk(self, leg: Leg, now: float) -> None:
         if not leg.decodes and self._run.streaming:
@@ -130,6 +135,12 @@ class _Simulation:
         if request.first_token_s < 0.0:
             request.first_token_s = now
             self._record.first_token(request, now)
+
+    def decoding(self) -> None:
+        self._migrations.look_on()
+
+    def left(self, leg: Leg, now: float) -> None:
+        self._migrations.left(leg, now)
 
     def preempted(self, leg: Leg) -> None:
         self._record.preempted(leg.request)
@@ -267,10 +278,13 @@ class Handover(Part):
 class Changes(Part):
     """Changes to whole instances: role flips with their drains, losses, returns. Also samples the load."""
 
-    def __init__(self, context: Context, intake: Intake, handover: Handover, flips: AutoFlips | None) -> None:
+    def __init__(
+        self, context: Context, intake: Intake, handover: Handover, migrations: Migrations, flips: AutoFlips | None
+    ) -> None:
         super().__init__(context)
         self._intake = intake
         self._handover = handover
+        self._migrations = migrations
         self._flips = flips
         self._periodic = 0  # events of this class that come again and again
         self._active_s = 0.0  # when other events were planned, at last
@@ -304,6 +318,7 @@ class Changes(Part):
         if self._run.drain_timeout_s != NEVER:
             self._loop.at(now + self._run.drain_timeout_s, self._give_up_drain, (instance, instance.drains))
         self.left(instance, now)
+        self._migrations.drain(instance, now)
 
     def _instance(self, instance_id: str, order: str) -> SimInstance:
         try:

@@ -4,7 +4,9 @@ Decode steps between which nothing can change are one event (`Glide`). With `ste
 own; the results are the same.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from shared.cost.step import Batch, Segment, StepTimes
@@ -20,6 +22,7 @@ from shared.sim.request import Leg, State
 from shared.sim.scheduler import Scheduler, Step
 from shared.sim.spec import EngineLimits
 
+_RECENT_STEPS = 32
 _ROUNDING_S = 1e-9  # by which sums of step times may differ
 
 
@@ -40,6 +43,14 @@ class EngineEvents(Protocol):
 
     def done(self, leg: Leg, now: float) -> None:
         """A leg has given all of its tokens, and its blocks are free."""
+        ...
+
+    def decoding(self) -> None:
+        """A step with decodes begins, or several."""
+        ...
+
+    def left(self, leg: Leg, now: float) -> None:
+        """A leg that was to go on elsewhere (`Engine.leave`) has done so, with the step that ended at `now`."""
         ...
 
     def preempted(self, leg: Leg) -> None:
@@ -95,6 +106,7 @@ class Engine:
         self._gather_s = 0.0  # of the engine's time, that exports from the cache are still to take
         self.tally = Tally()
         self._share = PrefillShare()
+        self._recent: deque[Segment] = deque(maxlen=_RECENT_STEPS)  # the last steps with decodes
 
     def add(self, leg: Leg, now: float) -> None:
         """Queue a leg. A leg whose KV is to come is admitted at once if there is room beside the step under way."""
@@ -188,6 +200,28 @@ class Engine:
             self._disturb(now)
         elif self.idle:
             self._begin(now)  # its blocks may have been what another waits for
+
+    def leave(self, leg: Leg, now: float) -> None:
+        """A decode goes on elsewhere: it leaves at the end of the step under way, with the token of that."""
+        self.scheduler.leave(leg)
+        self._disturb(now)
+
+    @property
+    def decoding(self) -> int:
+        return self._group.count
+
+    def recent_token_s(self, now: float) -> float:
+        """Mean seconds of the newest steps with decodes, at most `_RECENT_STEPS`; 0 where there are none."""
+        done = self.steps_done(now)
+        running = self._glide.runs(done) if self._glide is not None and done else ()
+        count, seconds = 0, 0.0
+        for length, first, last in chain(reversed(running), reversed(self._recent)):
+            taken = min(length, _RECENT_STEPS - count)
+            growth = (last - first) / (length - 1) if length > 1 else 0.0
+            count, seconds = count + taken, seconds + taken * (last - growth * (taken - 1) / 2.0)
+            if count == _RECENT_STEPS:
+                break
+        return seconds / count if count else 0.0
 
     def halt(self, now: float) -> None:
         """The engine dies: what was here is as of the last step that has ended."""
@@ -295,6 +329,8 @@ class Engine:
     def _begin(self, now: float) -> None:
         group = self._group
         step = self.scheduler.plan(now)
+        if group.count:
+            self._events.decoding()
         if self.scheduler.joined:
             self._fresh += [leg for leg in self.scheduler.joined if leg.state is State.DECODING]
         if step.chunks:
@@ -316,6 +352,12 @@ class Engine:
             self._set_due(self._glide.end_s(steps))
         else:
             self._set_due(NEVER)
+        for leg in self.scheduler.left:
+            if leg in self._fresh:
+                self._fresh.remove(leg)  # its last token is older than the last step
+            else:
+                leg.last_token_s = now
+            self._events.left(leg, now)
 
     def _gathering_s(self, step_s: float) -> float:
         """The time of a step that exports from the cache take, besides its own."""
@@ -341,6 +383,7 @@ class Engine:
         self.tally.glide(glide, runs, self._group.count, len(self._fresh))
         self.tally.busy_s += now - glide.start_s
         self._share.plain(steps)
+        self._recent.extend(runs)
         self._end_decodes(runs, glide.start_s + glide.first_step_s, now)
 
     def _end_step(self, now: float) -> None:
@@ -351,6 +394,7 @@ class Engine:
         self.tally.steps += 1
         if step.has_decodes:
             self._share.mixed()
+            self._recent.append((1, took_s, took_s))
             self.tally.decodes(took_s, self._group.count, len(self._fresh))
             self._end_decodes(((1, took_s, took_s),), now, now)
         for leg, tokens in step.chunks:

@@ -103,14 +103,14 @@ class SimInstance:
             inflight=len(self.requests),
             prefill_share=share / len(self.engines),
             kv_ahead=ahead_of(
-                (self._held_and_left(leg, steps) for leg in self._decodes()),
+                (self.held_and_left(leg, steps[leg.lane or 0]) for leg in self.decodes()),
                 self.spec.limits.block_tokens,
                 own_part(used * self.spec.limits.block_tokens, context + backlog.begun_tokens),
             ),
         )
         return InstanceView(self.info, self.role, self.state, load)
 
-    def _decodes(self) -> Iterator[Leg]:
+    def decodes(self) -> Iterator[Leg]:
         """Legs that decode here, or are to."""
         for request in self.requests:
             leg = request.decode_leg
@@ -119,22 +119,21 @@ class SimInstance:
 
     def pause_s(self, leg: Leg, now: float) -> float:
         """Seconds until the next token of a leg that was paused here is expected, as a worker estimates it."""
-        others = [other for other in self._decodes() if other is not leg and other.lane == leg.lane]
+        others = [other for other in self.decodes() if other is not leg and other.lane == leg.lane]
         steps = [engine.steps_done(now) for engine in self.engines]
-        inside = [self._held_and_left(other, steps) for other in others if other.blocks]
+        inside = [self.held_and_left(other, steps[other.lane or 0]) for other in others if other.blocks]
         first = sum(other.tokens for other in others if not other.blocks and other.pause > leg.pause)
         limits, block_tokens = self.spec.limits, self.spec.limits.block_tokens
         room = self.engines[leg.lane or 0].memory.total * block_tokens - first
         beside = Beside.from_jobs(inside, block_tokens)
-        held, left = self._held_and_left(leg, steps)
+        held, left = self.held_and_left(leg, steps[leg.lane or 0])
         return pause_s(beside, room, held, left, block_tokens, self.spec.rates.step, limits.batched_tokens)
 
-    def _held_and_left(self, leg: Leg, steps: list[int]) -> tuple[int, int]:
+    def held_and_left(self, leg: Leg, steps: int) -> tuple[int, int]:
         """The tokens that the leg holds, and those that its answer is expected to have yet. steps: see `steps_done`, of
-        each engine.
+        its engine.
         """
-        lane = leg.lane or 0
-        held, given = self.engines[lane].progress_after(steps[lane], leg)
+        held, given = self.engines[leg.lane or 0].progress_after(steps, leg)
         job = leg.request.job
         given += leg.request.carried
         return held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)

@@ -210,6 +210,7 @@ class SimResult:
     kv_bytes: float = 0.0  # over all links
     pulls: int = 0  # of prefixes, that brought something
     pulled_tokens: int = 0
+    migrations: int = 0  # of decodes that went on elsewhere with their KV
     timeline: LoadTimeline | None = None
     role_flips: tuple[RoleFlipped, ...] = ()
     shifts: tuple[tuple[float, Shift], ...] = ()

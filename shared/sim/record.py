@@ -36,6 +36,12 @@ class Record:
         self._outputs: list[int] = workload.output_tokens.tolist()
         self._buckets: list[int] = prediction.predict(workload.output_tokens, run.seed).tolist() if prediction else []
 
+    @property
+    def least_tpot_s(self) -> float:
+        """The least target of all classes for the time per token."""
+        classes = self._mix.classes if self._mix is not None else (self._run.slo,)
+        return min(slo.tpot_s for slo in classes)
+
     def complete(self) -> bool:
         return self.ended == self.count
 

@@ -116,6 +116,7 @@ class SimRequest:
     attempt: int = 1
     returns: int = 0  # how often its client sent it again after a refusal
     moves: int = 0  # how often it went on at another instance because it was paused
+    migrated_s: float = float("-inf")  # when it was last placed elsewhere, to go on there with its KV
     waits_from_s: float = -1.0  # since when it waits for an instance that can take it
     waited_s: float = 0.0  # how long it waited so before, since its last token
     first_token_s: float = -1.0
@@ -124,6 +125,8 @@ class SimRequest:
     gaps_over: int = 0  # gaps longer than its class's target
     late: LatePrediction | None = None
     answer: tuple[int, ...] = ()  # ids of the blocks that its answer fills, after those of its prompt
+
+    first_prompt_tokens: int = field(init=False)
 
     # Of the present attempt.
     moved_from: str = field(init=False)  # the instance where it was paused, which is not to decode it now
@@ -141,6 +144,7 @@ class SimRequest:
     waits_prefill: bool = field(init=False)  # counts among the prompts that its instance has yet to compute
 
     def __post_init__(self) -> None:
+        self.first_prompt_tokens = self.job.prompt_tokens
         self.begin(self.job, self.output_left)
 
     def begin(self, job: JobView, output_left: int) -> None:
@@ -182,6 +186,7 @@ class Leg(ScheduledRequest):
     request: SimRequest
     lane: int | None = None  # which of its instance's engines has it; None on the way there
     pause: int = 0  # number of its last preemption in this run: of paused legs, the highest gets blocks first
+    asked_s: float = float("-inf")  # when its instance last wanted it to migrate
     joined_at: int = 0  # with `joined_over`, what `Pauses` had counted when it joined
     joined_over: int = 0
 

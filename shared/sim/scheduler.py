@@ -120,7 +120,8 @@ class Scheduler(Generic[R]):
 
         # What is kept from one call to the next.
         self.joined: list[R] = []  # requests with imported KV that run since the last plan
-        self.leaving: list[R] = []  # cancelled while they ran; they leave in the next plan
+        self.leaving: list[R] = []  # cancelled while they ran, or to go on elsewhere; they leave in the next plan
+        self.left: list[R] = []  # decodes that go on elsewhere since the last plan
         self._step: Step[R] = Step(0.0)  # the last one planned; while it runs, `admit_streams` starts others beside it
 
     @property
@@ -171,6 +172,10 @@ class Scheduler(Generic[R]):
         self.memory.release(request)
         request.state = State.FINISHED
 
+    def leave(self, request: R) -> None:
+        """Have a decode go at the next plan, with the token of the step under way (`left`)."""
+        self.leaving.append(request)
+
     def plan(self, now: float) -> Step[R]:
         """Decide what the coming step computes, which begins now."""
         step = self._step = Step(now)
@@ -216,9 +221,12 @@ class Scheduler(Generic[R]):
     # Requests in the batch
 
     def _drop_cancelled(self) -> None:
+        self.left = []
         for request in self.leaving:
             if request.state is State.DECODING:
                 self.group.leave(request)
+                if not request.cancelled:
+                    self.left.append(request)
             if request.state is not State.FINISHED:  # it may have been complete with the step that was under way
                 self.finish(request)
         self.leaving.clear()

@@ -135,11 +135,11 @@ class RunSpec:
     do not decode yet, and their prompt tokens, beyond which new requests are refused at once; requests of classes that
     are delayed do not count, and wait for at most `delay_s`. returns: how often a client sends a refused request again,
     at the time that it was given. moves: how often at most a stream goes on elsewhere when its KV blocks were taken
-    back. drain_timeout_s: a flip whose drain takes longer is given up, and the instance keeps its role. max_tokens: the
-    output limit that clients set at least, which is all that policies know of a length without a prediction; None: the
-    true length. concurrency: a closed loop of so many clients, which ignores the workload's arrivals and sends a
-    request when one has ended. sample_s: spacing of the load timeline, 0 for none. stepwise: one event for each engine
-    step, to check macro-steps.
+    back. migration: decodes go on elsewhere with their KV where their instance wants that. drain_timeout_s: a flip
+    whose drain takes longer is given up, and the instance keeps its role. max_tokens: the output limit that clients set
+    at least, which is all that policies know of a length without a prediction; None: the true length. concurrency: a
+    closed loop of so many clients, which ignores the workload's arrivals and sends a request when one has ended.
+    sample_s: spacing of the load timeline, 0 for none. stepwise: one event for each engine step, to check macro-steps.
     """
 
     label: str = "default"
@@ -171,6 +171,7 @@ class RunSpec:
     delay_s: float = float("inf")
     returns: int = 0
     moves: int = 2
+    migration: bool = True
     drain_timeout_s: float = float("inf")
     max_tokens: int | None = None
     concurrency: int = 0
@@ -179,7 +180,12 @@ class RunSpec:
     stepwise: bool = False
 
 
-_SETTINGS: dict[str, type[StrEnum]] = {"codec": Codec, "first_token": FirstToken}
+class _Switch(StrEnum):
+    ON = "on"
+    OFF = "off"
+
+
+_SETTINGS: dict[str, type[StrEnum]] = {"codec": Codec, "first_token": FirstToken, "migration": _Switch}
 
 
 def with_policies(run: RunSpec, policies: PolicySet) -> RunSpec:
@@ -193,8 +199,8 @@ def with_words(run: RunSpec, words: str) -> RunSpec:
     """`run` with the policies that `words` name, and the words as its label.
 
     words: parts joined by `+`, in any order, such as `least_load+cronus+power_of_two`; what they leave out stays as it
-    is in `run`. A part is a policy as `shared.policy.registry.from_words` reads it; `codec=int8` and
-    `first_token=decode` are parts, too. Raises InvalidRequest that names the part and the choices.
+    is in `run`. A part is a policy as `shared.policy.registry.from_words` reads it; `codec=int8`,
+    `first_token=decode` and `migration=off` are parts, too. Raises InvalidRequest that names the part and the choices.
     """
     given: set[str] = set()
     for part in map(str.strip, words.split("+")):
@@ -206,7 +212,12 @@ def with_words(run: RunSpec, words: str) -> RunSpec:
             if kind in given:
                 raise InvalidRequest(f"policy {words!r}: two parts are of kind {kind}")
             given.add(kind)
-            run = replace(run, **{kind: chosen}) if isinstance(chosen, StrEnum) else _under(run, kind, chosen)  # type: ignore[arg-type]
+            if isinstance(chosen, _Switch):
+                run = replace(run, **{kind: chosen is _Switch.ON})  # type: ignore[arg-type]
+            elif isinstance(chosen, StrEnum):
+                run = replace(run, **{kind: chosen})  # type: ignore[arg-type]
+            else:
+                run = _under(run, kind, chosen)
     return replace(run, label=words)
 
 

@@ -66,10 +66,14 @@ class Served(Runs):
         return lambda rate: rate <= (22.0 if policy == mobility.WITH else 20.0)
 
 
-def test_goodput_with_pulls_and_without() -> None:
-    found = compared_goodput(Served(), Scenario("equal", "chats"))
-    with_pulls, without = (found["figures"][f"goodput_equal_chats_{name}_per_s"] for name in ("pull", "no_pull"))
-    assert (with_pulls, without) == (pytest.approx(22.0, rel=0.02), pytest.approx(20.0, rel=0.02))
+@pytest.mark.parametrize(
+    ("kind", "arms"), [("chats", ["mobile", "no_migration", "no_pull", "neither"]), ("code", ["mobile", "neither"])]
+)
+def test_goodput_with_mobility_and_without(kind: str, arms: list[str]) -> None:
+    found = compared_goodput(Served(), Scenario("equal", kind))
+    served = {name: found["figures"][f"goodput_equal_{kind}_{name}_per_s"] for name in arms}
+    assert len(found["figures"]) == len(arms)
+    assert served == {name: pytest.approx(22.0 if name == "mobile" else 20.0, rel=0.02) for name in arms}
     (aim,) = found["aims"].values()
     assert aim["met"]
 

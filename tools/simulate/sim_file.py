@@ -95,6 +95,7 @@ class RunEntry(_Part):
     role_flip_respects_s: Seconds = 600.0
     patience_s: Annotated[float, Field(ge=0)] = float("inf")
     moves: Annotated[int, Field(ge=0)] = 2
+    migration: bool = True
     job_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
     max_queued_jobs: Count | None = None
     max_queued_tokens: Count | None = None

@@ -25,7 +25,7 @@ from shared.policy.decode_admission import (
     shared_each,
     with_job,
 )
-from shared.policy.leaving import Stayer, leaves_for_memory, leaves_for_speed
+from shared.policy.leaving import DRAIN_NEWS_S, Stayer, leaves_for_memory, leaves_for_speed
 from shared.policy.overload import PAUSE_NEWS_S, Beside, pause_s
 from shared.wire.messages import (
     DecodeReply,
@@ -44,9 +44,7 @@ from shared.wire.messages import (
 )
 from shared.wire.rpc_server import ServerCall
 
-LOOK_S = 0.25  # between two looks for jobs that should migrate
 BESIDE_S = 0.1  # how long a summary of all jobs is used
-DRAIN_NEWS_S = 2.0  # between two notices of a drain to a decode that is still here: there may be room for it by then
 
 
 @dataclass(slots=True, eq=False)

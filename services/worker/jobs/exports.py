@@ -17,10 +17,9 @@ from shared.domain.job import JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import length, unpacked
 from shared.errors import InvalidRequest, WrongRole
+from shared.policy.leaving import PULLS_AT_ONCE
 from shared.wire.messages import ExportReply, ExportRequest, PullReply, PullRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
-
-PULLS_AT_ONCE = 2  # the rest of a job's KV, for which its client waits, comes behind at most so many copies of others
 
 
 class ExportService:

@@ -1,7 +1,9 @@
 """Small clusters, workloads and policies for tests of the simulator, and what holds for each run."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -9,7 +11,10 @@ import pytest
 
 from shared.cost.network import Link
 from shared.cost.step import Batch
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceView, Role
+from shared.domain.job import JobView
+from shared.errors import Unavailable
+from shared.policy.dispatch import Choice
 from shared.policy.placement import Policies
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, InstanceSpec, plain_policies
@@ -83,6 +88,21 @@ def drawn(count: int, seed: int, rate: float = 20.0) -> Workload:
     return Workload(
         "drawn", np.cumsum(rng.exponential(1 / rate, count)), rng.integers(1, 400, count), rng.integers(1, 120, count)
     )
+
+
+@dataclass(frozen=True)
+class LastByName:
+    """The last instance by name of those that may have the job."""
+
+    name: ClassVar[str] = "last by name"
+
+    def choose(
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
+    ) -> Choice:
+        views = [view for view in candidates if view.instance_id not in exclude]
+        if not views:
+            raise Unavailable("no decode instance")
+        return Choice(max(views, key=lambda view: view.instance_id))
 
 
 def policies(**changed: object) -> Policies:

@@ -1,17 +1,13 @@
 """Flips, losses, and streams that move to another instance."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from random import Random
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from shared.domain.instance import InstanceView, Role
-from shared.domain.job import JobView
+from shared.domain.instance import Role
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.policy.dispatch import Choice, PowerOfTwo
+from shared.policy.dispatch import PowerOfTwo
 from shared.policy.papers.tetriinfer import IdleFlip
 from shared.policy.predictive_flip import PredictiveFlip
 from shared.policy.split import NoSplit, RandomSplit
@@ -19,7 +15,18 @@ from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult, Status
 from shared.sim.spec import Flip, Loss, RunSpec, plain_policies
 from shared.sim.workload import Workload
-from tests.shared.sim.clusters import Linear, check, drawn, instance, pair, policies, several, with_split, workload
+from tests.shared.sim.clusters import (
+    LastByName,
+    Linear,
+    check,
+    drawn,
+    instance,
+    pair,
+    policies,
+    several,
+    with_split,
+    workload,
+)
 
 
 def test_a_flip_drains_and_loses_nothing() -> None:
@@ -96,30 +103,17 @@ def test_a_policy_does_not_undo_an_ordered_flip() -> None:
     assert simulate(work, specs, replace(run, role_flip_respects_s=0.0)).role_flips != ()
 
 
-@dataclass(frozen=True)
-class LastByName:
-    """The last instance by name of those that may have the job."""
-
-    name: ClassVar[str] = "last by name"
-
-    def choose(
-        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
-    ) -> Choice:
-        views = [view for view in candidates if view.instance_id not in exclude]
-        return Choice(max(views, key=lambda view: view.instance_id))
-
-
 TWO = workload((0.0, 100, 100), (0.0, 100, 100))
 
 
 def crowded(run: RunSpec, *, large: int = 16_000, work: Workload = TWO) -> SimResult:
-    """Two streams that do not both fit on "small" to their ends, and both are sent there."""
+    """Two streams that do not both fit on "small" to their ends, and both are sent there; none migrates before that."""
     specs = [
         instance("p", Role.PREFILL),
         instance("large", Role.DECODE, kv_tokens=large),
         instance("small", Role.DECODE, kv_tokens=320),
     ]
-    result = simulate(work, specs, run)
+    result = simulate(work, specs, replace(run, migration=False))
     check(result, work)
     return result
 
@@ -148,7 +142,7 @@ def test_it_stays_where_no_other_instance_has_room_for_it() -> None:
 def test_many_moves_lose_nothing_and_macro_steps_are_the_same_as_single_ones(seed: int) -> None:
     work = drawn(60, seed, rate=40.0)
     specs = several(5, 3, kv_tokens=700)
-    run = RunSpec(policies=policies(dispatch=PowerOfTwo()))
+    run = RunSpec(policies=policies(dispatch=PowerOfTwo()), migration=False)
     one, single = simulate(work, specs, run), simulate(work, specs, replace(run, stepwise=True))
     check(one, work)
     assert one.outcomes.preemptions.sum() > 0

@@ -197,7 +197,7 @@ def test_a_prompt_that_does_not_fit_beside_a_decode_waits_for_it(prefill_first: 
 def test_coupled_instances_share_by_placement() -> None:
     work = drawn(60, 1)
     placement = registry.placement("round_robin")
-    result = simulate(work, several(0, 3), RunSpec(policies=policies(placement=placement)))
+    result = simulate(work, several(0, 3), RunSpec(policies=policies(placement=placement), migration=False))
     check(result, work)
     assert np.bincount(result.outcomes.decode_instance).tolist() == [20, 20, 20]
 

@@ -31,10 +31,11 @@ def test_parameters() -> None:
 
 
 def test_order_inside_an_instance_and_settings_of_the_run() -> None:
-    run = with_words(BASE, "sjf+codec=int8+first_token=decode+split=none")
+    run = with_words(BASE, "sjf+codec=int8+first_token=decode+split=none+migration=off")
     assert isinstance(run.prefill_order, Sjf)
     assert run.codec is Codec.INT8
     assert run.first_token is FirstToken.DECODE
+    assert (BASE.migration, run.migration) == (True, False)
     assert run.policies.split == NoSplit()
 
 
@@ -50,6 +51,7 @@ def test_order_inside_an_instance_and_settings_of_the_run() -> None:
         ("fraction:fraction=half", "fraction.fraction must be of type float"),
         ("fraction:shares=0.5", "no parameter 'shares'"),
         ("codec=zip", "codec must be one of raw, int8"),
+        ("migration=maybe", "migration must be one of on, off, not 'maybe'"),
         ("codec=raw:x=1", "codec takes no parameters"),
         ("least_load+", "an empty part"),
         ("", "an empty part"),

@@ -170,6 +170,7 @@ CHANGES: list[tuple[type[Section], dict[str, Any], dict[str, Any]]] = [
     (GatewaySection, {}, {"max_queued_jobs": 8, "max_queued_tokens": 4096, "job_timeout_s": 60.0}),
     (GatewaySection, {}, {"slo": {"default": {"mixed_precision": False}}}),
     (GatewaySection, {}, {"patience_s": 1.0, "moves": 0, "slo": {"default": {"ttft_s": 0.5}}, "kv_codec": "int8"}),
+    (GatewaySection, {}, {"migration": False}),
 ]
 KEYS = {InstanceSection: "instance_defaults", MonitorSection: "monitor", GatewaySection: "gateway"}
 
