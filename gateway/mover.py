@@ -39,6 +39,7 @@ from shared.wire.rpc_client import RpcClients
 
 log = get_log(__name__)
 EXPORT_S, PULL_S, LEAVE_S = 5.0, 60.0, 10.0  # deadlines of the calls
+WISHED = (LeaveCause.MEMORY, LeaveCause.TPOT)  # causes for which a job leaves only where that is clearly better
 ARRIVE_S = 5.0  # for tokens to arrive whose KV the instance has exported
 _LOOK_S = 0.005
 
@@ -115,8 +116,9 @@ class Mover:
     def on_leave(self, leave: Leave) -> None:
         if self._is_moving or not self._job.can_migrate:
             return
-        wished = leave.cause in (LeaveCause.MEMORY, LeaveCause.TPOT)
-        if not wished or time.monotonic() - self._job.migrated_mono > AGAIN_S:  # loads lag: it might go to and fro
+        if (
+            leave.cause not in WISHED or time.monotonic() - self._job.migrated_mono > AGAIN_S
+        ):  # loads lag: it might go to and fro
             self._moving = asyncio.get_running_loop().create_task(self._migrate(leave))
 
     @property

@@ -34,7 +34,7 @@ import msgspec
 from gateway.admission import PlacementQueue
 from gateway.job import Job
 from gateway.lengths import LengthClient
-from gateway.mover import Mover
+from gateway.mover import WISHED, Mover
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
 from shared.domain.job import JobView, LengthPrediction, Phase
@@ -52,6 +52,7 @@ from shared.errors import (
     Unavailable,
     WrongRole,
 )
+from shared.policy.leaving import SPARE_SHARE
 from shared.policy.ledger import Assignment, assignments, promise_of
 from shared.runtime.logs import get_log
 from shared.timeline import Span
@@ -344,7 +345,10 @@ class Pipeline:
 
     async def target(self, job: Job, instance: InstanceRef, leave: Leave) -> InstanceRef:
         """See `gateway.mover.Places`."""
-        view = msgspec.structs.replace(self._view(job, decode_only=True), leaves=True, tpot_s=leave.tpot_s)
+        spare_share = SPARE_SHARE if leave.cause in WISHED else 0.0
+        view = msgspec.structs.replace(
+            self._view(job, decode_only=True), leaves=True, tpot_s=leave.tpot_s, spare_share=spare_share
+        )
         exclude = (*job.failed_instances, instance.instance_id)
         route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S, to=leave.to)
         if route.decode is None:

@@ -233,7 +233,8 @@ class JobView(msgspec.Struct, frozen=True):
     that `precision` (`InstanceInfo.precision`).
     media: modalities of its prompt's media items; only an instance that processes all of them can compute the job.
     leaves: it decodes, and is to migrate with its KV to a decode instance that has room for it. tpot_s: its present
-    time per token, of a job that leaves only for a clearly shorter one; 0: for any.
+    time per token, of a job that leaves only for a clearly shorter one; 0: for any. spare_share: of the KV memory of
+    the instance to which it migrates, that has to stay free beside it and the other answers there to their ends.
     session: a short hash of the session that it is a turn of, and of its caller; empty: of none. warms: it is not to be
     computed: its session's KV is to be brought where its next turn would be, and nothing is booked.
     """
@@ -260,3 +261,4 @@ class JobView(msgspec.Struct, frozen=True):
     tpot_s: Finite = 0.0
     session: str = ""
     warms: bool = False
+    spare_share: Finite = 0.0

@@ -19,7 +19,7 @@ from shared.domain.rates import UNKNOWN_STEPS, StepRates
 from shared.domain.route import Reason, Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, Stays, Unavailable
 from shared.policy.adaptive import AdaptiveSplit
-from shared.policy.decode_admission import Ahead, ahead_of, fits_after, takes_tokens
+from shared.policy.decode_admission import Ahead, ahead_of, fits_after, takes_tokens, with_job
 from shared.policy.estimate import ENDLESS, HOLD_S, DecodeSide, JobContext, Option, PrefillSide, local, pair
 from shared.policy.index import ClusterIndex, InstanceIds
 from shared.policy.placement import Placed, Policies, place
@@ -121,7 +121,7 @@ class _Decision:
     def _fitting(self, placed: Placed) -> Route:
         """The route of a job that migrates. Raises Stays."""
         here_s, option = self.job.tpot_s, self._estimate(placed, self.exclude)
-        if option is None or option.decode.room_s > HOLD_S:
+        if option is None or option.decode.room_s > HOLD_S or spare_share(option.decode) < self.job.spare_share:
             raise Stays("no other decode instance has room for the job; it stays")
         reason = Reason("migration", {"tpot_s": round(option.tpot_s, 5)})
         if here_s > 0.0:
@@ -299,6 +299,15 @@ def _alone_s(option: Option) -> float:
 
 def _stay_s(decode: DecodeSide) -> float:
     return decode.context.usual.mean * decode.after_s
+
+
+def spare_share(decode: DecodeSide) -> float:
+    """The share of an instance's KV memory that stays free beside the job and the answers that decode there."""
+    job, info, load = decode.context.job, decode.view.info, decode.view.load
+    room, left = info.total_blocks * info.block_size, decode.context.bound or job.max_tokens
+    peak = max(with_job(load.kv_ahead, job.prompt_tokens, left, info.block_size))
+    used = job.prompt_tokens + room - (load.free_blocks * info.block_size - load.waiting_tokens)
+    return 1.0 - max(peak, used) / room if room else 0.0
 
 
 def _room_at(view: InstanceView, tpot_s: float, prompt: float, answer: float) -> float:

@@ -23,6 +23,7 @@ from shared.policy.leaving import (
     LOOK_S,
     PULLS_AT_ONCE,
     REST_TOKENS,
+    SPARE_SHARE,
     Stayer,
     leaves_for_memory,
     leaves_for_speed,
@@ -159,7 +160,7 @@ class Migrations(Part):
         self._legs.start(target, moved, now)
         self._loop.at(arrives_s, self._arrived, moved)
 
-    def _begin(self, leg: Leg, now: float, tpot_s: float = 0.0) -> None:
+    def _begin(self, leg: Leg, now: float, tpot_s: float = 0.0, spare_share: float = 0.0) -> None:
         """Choose a target for a decode that is to leave, and begin to copy its KV. tpot_s: its time per token, where it
         leaves for that.
         """
@@ -178,6 +179,7 @@ class Migrations(Part):
             started=True,
             leaves=True,
             tpot_s=tpot_s,
+            spare_share=spare_share,
         )
         try:
             route = decide(view, index, self._run.policies, now, self._rng, self._fleet.full_ids() | {here})
@@ -313,7 +315,7 @@ class Migrations(Part):
     def _wish(self, leg: Leg, now: float, tpot_s: float = 0.0) -> None:
         """The instance wants a decode to leave; as live, once in a while at most."""
         if now - leg.request.migrated_s > AGAIN_S:
-            self._begin(leg, now, tpot_s)
+            self._begin(leg, now, tpot_s, SPARE_SHARE)
         else:
             leg.asked_s = now
 
