@@ -156,7 +156,7 @@ class Mover:
     async def _migrate(self, leave: Leave) -> None:
         job, job_id, source = self._job, self._job.spec.job_id, self._instance
         held: list[tuple[InstanceRef, str]] = []  # transfers that are staged or pulled, and where
-        booked = left = False
+        booked = False
         try:
             target = await self._places.target(job, source, leave)
             booked = True
@@ -165,7 +165,7 @@ class Mover:
             job.migrates(source.instance_id, target.instance_id, leave.cause)
             await self._copy_ahead(migration, held)
             migration.transfer_id = self._transfer_id(COPY_ROUNDS)
-            self.migration, left = migration, True
+            self.migration = migration
             try:
                 await self._call(source, LEAVE, LeaveRequest(job_id, migration.transfer_id, migration.copied), LEAVE_S)
             except NotFound:
@@ -177,12 +177,11 @@ class Mover:
             log.info("a job does not migrate", job_id=job_id, instance_id=source.instance_id, reason=error.message)
             if booked and not job.finished:
                 job.decided("stay", source.instance_id, (Reason(error.message, {"code": error.code}),))
+                job.migrated("stayed")
                 self._places.stays(job)
         finally:
             for instance, transfer_id in held:
                 self._clients.to(instance.rpc).notify(RELEASE, ReleaseRequest([transfer_id]))
-            if booked and not left:
-                job.migrated("stayed")
 
     async def _copy_ahead(self, migration: Migration, held: list[tuple[InstanceRef, str]]) -> None:
         """Have the target pull the job's KV while it decodes on, until little is missing."""
