@@ -179,10 +179,12 @@ class Engine:
         await self._send(op=op, **arguments)
         return await asyncio.wait_for(self._answers.get(), 30)
 
-    async def export(self, prompt: list[int], start: int = 0, salt: str | None = None) -> KvHandle:
-        """Of what its prefix cache has of the prompt."""
+    async def export(
+        self, prompt: list[int], start: int = 0, salt: str | None = None, *, room: bool = True
+    ) -> KvHandle:
+        """Of what its prefix cache has of the prompt. room: whether its staging pool has any."""
         transfer_id = uuid.uuid4().hex
-        found = await self.ask("export", transfer_id=transfer_id, start=start, prompt=prompt, salt=salt)
+        found = await self.ask("export", transfer_id=transfer_id, start=start, prompt=prompt, salt=salt, room=room)
         return self.handle(transfer_id, found["tokens"], start=start)
 
     async def export_running(self, request_id: str, at: int, until: int, start: int = 0) -> KvHandle:

@@ -208,12 +208,12 @@ class Driver:
         else:
             self.client.add_request(request)
 
-    def do_export(self, transfer_id: str, start: int, prompt: list[int], salt: str | None) -> None:
-        """What the prefix cache has of a prompt."""
+    def do_export(self, transfer_id: str, start: int, prompt: list[int], salt: str | None, room: bool) -> None:
+        """What the prefix cache has of a prompt. room: whether there is any for it."""
         params = SamplingParams(temperature=0, max_tokens=1)
         request = EngineCoreRequest(transfer_id, prompt, None, params, None, time.time(), None, salt, None)
         found = Request.from_engine_core_request(request, self.client.engine_core.request_block_hasher)
-        self.send(op="answer", tokens=self.exports.export_cached(found, export_of(transfer_id, start)))
+        self.send(op="answer", tokens=self.exports.export_cached(found, export_of(transfer_id, start, room)))
 
     def do_export_running(self, id: str, transfer_id: str, start: int, at: int, until: int) -> None:
         """What is computed of a request once it has given `at` tokens. It goes on, and waits at `until` tokens."""
@@ -314,9 +314,9 @@ class Driver:
         )
 
 
-def export_of(transfer_id: str, start: int) -> CacheExport:
-    """One for which there is always room."""
-    return CacheExport(transfer_id, start, announce=lambda _: None, has_room=lambda: True)
+def export_of(transfer_id: str, start: int, room: bool = True) -> CacheExport:
+    """One for which there is always room, or never."""
+    return CacheExport(transfer_id, start, announce=lambda _: None, has_room=lambda: room)
 
 
 def devices_of(worker: Any = None) -> dict[str, Any]:

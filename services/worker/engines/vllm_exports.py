@@ -66,7 +66,7 @@ class CacheExports:
 
     def export_cached(self, request: Request, wanted: CacheExport) -> int:
         """Begin to export what the prefix cache has of a request that the engine does not compute. Returns its tokens;
-        0: nothing is exported.
+        0: nothing is exported, also where it has no room now: waiting, it would keep its blocks from requests.
         """
         if not self._cache.enable_caching or request.skip_reading_prefix_cache or self._has_states:
             return 0
@@ -74,9 +74,14 @@ class CacheExports:
             blocks, tokens = self.tier.exported(request)
             if tokens <= wanted.start:
                 self.tier.export_ended(chain(*blocks))
-            return self._begin(wanted, tokens, tuple(blocks))
-        blocks, tokens, *_ = self._cache.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens)
-        return self._begin(wanted, tokens, blocks)
+            begun = self._begin(wanted, tokens, tuple(blocks))
+        else:
+            hit = self._cache.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens)
+            begun = self._begin(wanted, hit[1], hit[0])
+        if begun and not self._has_room(self._exports[-1]):
+            self._unpin(self._exports[-1])
+            return 0
+        return begun
 
     def export_running(self, request_id: str, wanted: CacheExport) -> int:
         """Begin to export what is computed of a request, which goes on. Returns its tokens; 0: nothing is exported."""

@@ -257,6 +257,9 @@ async def test_a_cached_prefix_is_exported(pair: Pair) -> None:
     assert unknown.tokens == 0
     other = await source.export(longer, salt="other")
     assert other.tokens == 0
+    refused = await source.export(longer, room=False)
+    assert refused.tokens == 0
+    assert (await source.ask("levels"))["free"] == free
 
 
 @each("p d", "d one", "two one", "front back", "nixl one")
