@@ -32,6 +32,7 @@ _LOG = "logs do not change decisions"
 _SEED = "a simulation has a seed of its own"
 _NO_FAULTS = "the simulation of a cluster file has no faults"
 _STOP = "no process of a simulation is stopped"
+_SESSIONS = "requests of a trace name no session"
 
 # By reason, the settings that make no difference.
 NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
@@ -48,6 +49,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         "start-up is not simulated": ("trust_remote_code",),
         "step times include the cost of an engine's scheduler": ("async_scheduling",),
         "a simulated instance keeps no KV in host memory": ("host_kv_bytes",),
+        _SESSIONS: ("session_keep_s", "session_share"),
         "a simulation has unlimited room for prefetched KV": ("inbox_bytes",),
         "the rate of a link is that of the file's `network`": ("kv_transport", "kv_nixl_trusted", "kv_connections"),
         "no KV transfer of a simulation misses its deadline": ("lease_s", "lease_renewals", "pull_timeout_s"),
@@ -94,6 +96,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         "of the front end: the instances have their own, and a trace of lengths needs no templates and parsers": (
             *("dtype", "vllm_args", "trust_remote_code"),
         ),
+        _SESSIONS: ("sessions", "session_bytes"),
         "requests of a trace have no keys": ("api_keys_file", "caller_share"),
         "requests of a trace have no grammars": ("grammar_cpu_s", "grammar_cache_bytes"),
         "all requests have the class default": ("service_tiers",),
