@@ -62,7 +62,7 @@ class Engines:
                 await engine.generate(self.prompts[-1], 2)  # the first forward of several ranks takes seconds
         finally:
             for name in started.keys() - self._engines.keys():  # another one did not start
-                started[name].kill()
+                await started[name].__aexit__()
         if not self.references:
             self.references = [await self._engines["plain"].generate(text, NEW_TOKENS) for text in self.prompts]
             assert len({token for reference in self.references for token in reference}) > 50  # not degenerate
