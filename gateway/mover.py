@@ -69,8 +69,6 @@ class Migration:
     """A job on its way to the target. transfer_id: of the rest of its KV, once it is to leave."""
 
     target: InstanceRef
-    cause: str
-    started_s: float
     transfer_id: str = ""
     copied: int = 0  # tokens of KV that the target has in its prefix cache
 
@@ -116,9 +114,8 @@ class Mover:
     def on_leave(self, leave: Leave) -> None:
         if self._is_moving or not self._job.can_migrate:
             return
-        if (
-            leave.cause not in WISHED or time.monotonic() - self._job.migrated_mono > AGAIN_S
-        ):  # loads lag: it might go to and fro
+        is_recent = time.monotonic() - self._job.migrated_mono <= AGAIN_S  # loads lag: it might go to and fro
+        if leave.cause not in WISHED or not is_recent:
             self._moving = asyncio.get_running_loop().create_task(self._migrate(leave))
 
     @property
@@ -161,7 +158,7 @@ class Mover:
             target = await self._places.target(job, source, leave)
             booked = True
             job.migrations, job.migrated_mono = job.migrations + 1, time.monotonic()
-            migration = Migration(target, leave.cause, time.time())
+            migration = Migration(target)
             job.migrates(source.instance_id, target.instance_id, leave.cause)
             await self._copy_ahead(migration, held)
             migration.transfer_id = self._transfer_id(COPY_ROUNDS)

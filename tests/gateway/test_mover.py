@@ -28,6 +28,19 @@ async def migrated(cluster: Cluster, *, carry: bool = True) -> Job:
     return job
 
 
+async def stayed(cluster: Cluster) -> Job:
+    """A job that is to migrate, does not, and gets all of its tokens where it is."""
+    stays = asyncio.Event()
+    cluster.decodes[0].leave_at(4, DRAIN, again_at=stays)
+    job, steps = make_job(PROMPT, 12)
+    task = cluster.starts(job)
+    await until(lambda: decisions(job, "stay"))
+    stays.set()
+    await task
+    assert tokens_of(steps) == answer(PROMPT, 12)
+    return job
+
+
 async def test_a_job_goes_on_with_its_kv_and_no_token_is_lost_or_sent_twice() -> None:
     async with running_cluster() as cluster:
         source, target = cluster.decodes
@@ -99,14 +112,7 @@ async def test_a_job_stays_where_a_step_fails(fault: str, error: PolyphaseError)
     async with running_cluster() as cluster:
         source, target = cluster.decodes
         setattr(target if fault == "no_pull" else source, fault, error)
-        stays = asyncio.Event()
-        source.leave_at(4, DRAIN, again_at=stays)
-        job, steps = make_job(PROMPT, 12)
-        task = cluster.starts(job)
-        await until(lambda: decisions(job, "stay"))
-        stays.set()
-        await task
-        assert tokens_of(steps) == answer(PROMPT, 12)
+        job = await stayed(cluster)
         assert (job.decode_instance, job.attempt, target.decodes) == (source.name, 1, [])
         held = {each.transfer_id for each in source.exports}
         await until(lambda: held <= {*source.released})
@@ -114,16 +120,8 @@ async def test_a_job_stays_where_a_step_fails(fault: str, error: PolyphaseError)
 
 async def test_a_job_stays_where_its_kv_does_not_arrive() -> None:
     async with running_cluster() as cluster:
-        source, target = cluster.decodes
-        target.arrives = False
-        stays = asyncio.Event()
-        source.leave_at(4, DRAIN, again_at=stays)
-        job, steps = make_job(PROMPT, 12)
-        task = cluster.starts(job)
-        await until(lambda: decisions(job, "stay"))
-        stays.set()
-        await task
-        assert tokens_of(steps) == answer(PROMPT, 12)
+        cluster.decodes[1].arrives = False
+        job = await stayed(cluster)
         assert job.migrated_by == {("drain", "stayed"): 1}
 
 

@@ -5,7 +5,7 @@ block's value. All blocks of an engine have equally many bytes, so the time per 
 
 A block is found only behind all blocks before it in its prompt. Its loss therefore costs those that follow it too, and
 only a block that no other block of the store follows is a candidate. Among the candidates the lowest value leaves, of
-equal values the least recently used. A value counts from the last loss on, so that a prompt that nobody sends again
+equal values the least recently used. A value counts from the last loss on, so that a prompt that is not sent again
 leaves in the end, however long it is.
 """
 

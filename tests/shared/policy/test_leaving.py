@@ -15,7 +15,7 @@ def for_memory(jobs: list[Stayer], room: int, free: int, now: float = 100.0) -> 
     return leaves_for_memory(jobs, room, free, 0.05, BLOCK, now)
 
 
-def test_nobody_leaves_while_memory_lasts() -> None:
+def test_all_stay_while_memory_lasts() -> None:
     jobs = [stayer("a"), stayer("b"), stayer("c")]
     assert for_memory(jobs, room=3 * 480, free=0) == []
     assert for_memory(jobs, room=600, free=180) == []  # three tokens a step of 50 ms: 3 s

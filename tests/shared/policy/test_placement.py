@@ -232,7 +232,7 @@ def test_any_route_holds_what_it_promises(
     assert decide() == route  # the same seed, the same decision
     assert 0 <= route.split <= prompt
     assert (route.prefill is None) == (route.split == 0)
-    if placement == "adaptive":  # it names the decode instance, whoever computes the prompt
+    if placement == "adaptive":  # it names the decode instance, also where another one computes the prompt
         assert route.decode is not None
     else:
         assert (route.decode is None) == (route.split == prompt)

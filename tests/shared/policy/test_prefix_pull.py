@@ -89,7 +89,7 @@ def test_a_pull_from_an_idle_instance_takes_its_bytes() -> None:
     assert Holder(d(), 640).ready_s(to, 640) == pytest.approx(ROUND_TRIPS_S + wire_bytes / 5e5 + 1e-3)
 
 
-def test_a_link_that_nobody_has_measured_counts_as_an_ordinary_one() -> None:
+def test_a_link_without_a_measurement_counts_as_an_ordinary_one() -> None:
     unmeasured = {"rates": rates(link=None)}
     found = Holder(d("a", **unmeasured), 640).ready_s(d("b", **unmeasured), 640)
     assert found == pytest.approx(ROUND_TRIPS_S + 640 * KV_BYTES / UNKNOWN_BYTES_S)
