@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+import zmq
 from hypothesis import settings
 
 from services.launcher.on_ray import stay_local
@@ -29,6 +30,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if wanted in (["slow"], ["alone"]) and collection_path.name.startswith("test_"):
         return f"mark.{wanted[0]}" not in collection_path.read_text() or None
     return None
+
+
+# The garbage collector may wait for ever for a context that a failed test has left with open sockets, in the middle of
+# pytest's report.
+zmq.Context.__del__ = lambda context: None
+
+
+class Failures:
+    """Names each failure at once: a run that ends before its time prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            cause = str(crash.message if crash else report.longrepr).splitlines()[:1]
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {''.join(cause)}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Failures(config))
 
 
 # What the default prints of an exception, every local variable with colours, takes a busy machine seconds.
