@@ -73,6 +73,7 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "migration:drain": ("it drained",),
     "migration:memory": ("its KV memory would not have held all answers to their ends",),
     "migration:tpot": ("its steps took longer than the target for a token",),
+    "migration:kept": ("it decodes the beginning of answers only, between prompts",),
     "migration:operator": ("an operator asked for it",),
     "sooner": ("its next token is expected in {elsewhere_s:s}, and in {pause_s:s} where it is paused",),
     "mixed precision": lambda figures: ", ".join(f"{part}: {precision}" for part, precision in figures.items()),
@@ -145,6 +146,7 @@ def _adaptive(figures: Figures) -> str:
     said = [_ahead(figures, "wait_s", "runner_up_wait_s", "of work ahead", "nothing ahead of it")]
     said += [_filled("it holds {saved_tokens:tokens} of this prompt", figures)] if figures.get("saved_tokens") else []
     said += [_pulled(figures)]
+    said += [_filled("it keeps the answer, at most {keep_tokens:tokens} of it", figures)]
     said += [_filled("first token expected after {ttft_s:s}, then one each {tpot_s:s}", figures)]
     return "; ".join(one for one in said if one)
 

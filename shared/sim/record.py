@@ -72,7 +72,15 @@ class Record:
             slo, caller = mix.classes[mix.class_of[row]], mix.callers[mix.caller_of[row]]
         one = not slo.mixed_precision
         job = JobView(
-            str(row), self._prompts[row], max_tokens, slo, known, prefix=prefix, can_wait=True, one_precision=one
+            str(row),
+            self._prompts[row],
+            max_tokens,
+            slo,
+            known,
+            prefix=prefix,
+            can_wait=True,
+            one_precision=one,
+            migrates=self._run.migration,
         )
         request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
         if self._answers is not None:
