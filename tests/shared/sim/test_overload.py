@@ -124,7 +124,7 @@ def test_a_late_request_that_waits_for_room_makes_none_behind_it_late(monkeypatc
     specs = [
         instance(name, role, model, kv_tokens=size, limits=EngineLimits(), rates=rates) for name, role, size in sizes
     ]
-    chosen = Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch())
+    chosen = Policies(Adaptive(keep=False), AdaptiveSplit(), AdaptiveDispatch())  # else none of them waits for room
     met = []
     for aside in (steps_aside, lambda *_: False):
         monkeypatch.setattr(fair_queue, "steps_aside", aside)
