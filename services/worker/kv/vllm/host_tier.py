@@ -27,8 +27,8 @@ from vllm.v1.request import Request
 
 from services.worker.engines.base import HostTierStats
 from services.worker.kv import holds_exact_kv
-from services.worker.kv.host_index import Held, SlotIndex
 from services.worker.kv.vllm.host_store import HostCopies
+from shared.policy.host_index import Held, SlotIndex
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,16 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass
 
+Key = bytes | int  # of a block; says all tokens up to its end
+
 
 @dataclass(slots=True)
 class Held:
     """A block of the store. Only its `slot` is for others."""
 
-    key: bytes
+    key: Key
     slot: int
-    parent: bytes | None
+    parent: Key | None
     depth_tokens: int
     value: float = 0.0
     used: int = 0  # the number of its last use
@@ -33,7 +35,7 @@ class Put:
     """A block's new slot, and the block that left it."""
 
     slot: int
-    dropped: bytes | None = None
+    dropped: Key | None = None
 
 
 class SlotIndex:
@@ -43,23 +45,23 @@ class SlotIndex:
         """double_tokens: so deep in a prompt, a token takes twice the time of the first one."""
         self.slots = slots
         self._double_tokens = double_tokens
-        self._held: dict[bytes, Held] = {}
+        self._held: dict[Key, Held] = {}
         self._free = list(range(slots - 1, -1, -1))
-        self._followers: Counter[bytes] = Counter()  # by block, held or not: the held blocks that follow it
-        self._candidates: list[tuple[float, int, bytes]] = []  # a heap; an entry is void after a later use
+        self._followers: Counter[Key] = Counter()  # by block, held or not: the held blocks that follow it
+        self._candidates: list[tuple[float, int, Key]] = []  # a heap; an entry is void after a later use
         self._floor = 0.0  # the value of the last block that left
         self._uses = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._held
 
-    def get(self, key: bytes) -> Held | None:
+    def get(self, key: Key) -> Held | None:
         return self._held.get(key)
 
-    def put(self, key: bytes, parent: bytes | None, depth_tokens: int) -> Put | None:
+    def put(self, key: Key, parent: Key | None, depth_tokens: int) -> Put | None:
         """Give a block that is not held a slot. None: every block is pinned, or followed by one that is.
 
         parent: the block without which this one is not found. depth_tokens: before the block, in its prompt.
@@ -77,14 +79,14 @@ class SlotIndex:
         self.use(key)
         return Put(slot, dropped)
 
-    def use(self, key: bytes) -> None:
+    def use(self, key: Key) -> None:
         """A held block was stored again, or loaded."""
         held = self._held[key]
         self._uses += 1
         held.used, held.value = self._uses, self._floor + 1.0 + held.depth_tokens / self._double_tokens
         self._offer(held)
 
-    def pin(self, key: bytes) -> Held:
+    def pin(self, key: Key) -> Held:
         """Keep a held block, and its slot, until as many calls of `unpin`."""
         held = self._held[key]
         held.pins += 1
@@ -97,7 +99,7 @@ class SlotIndex:
         elif not held.cleared:
             self._offer(held)
 
-    def drop(self, key: bytes) -> None:
+    def drop(self, key: Key) -> None:
         held = self._held.pop(key)
         self._free.append(held.slot)
         parent = held.parent
@@ -128,7 +130,7 @@ class SlotIndex:
             self._candidates = list({entry for entry in self._candidates if self._is_candidate(entry)})
             heapq.heapify(self._candidates)
 
-    def _lowest(self) -> bytes | None:
+    def _lowest(self) -> Key | None:
         """The candidate that leaves."""
         while self._candidates:
             entry = heapq.heappop(self._candidates)
@@ -137,7 +139,7 @@ class SlotIndex:
                 return entry[2]
         return None
 
-    def _is_candidate(self, entry: tuple[float, int, bytes]) -> bool:
+    def _is_candidate(self, entry: tuple[float, int, Key]) -> bool:
         _, used, key = entry
         held = self._held.get(key)
         return held is not None and held.used == used and not held.pins and not self._followers.get(key)
