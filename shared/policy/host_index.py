@@ -11,13 +11,17 @@ leaves in the end, however long it is.
 
 import heapq
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Generic
 
-Key = bytes | int  # of a block; says all tokens up to its end
+from typing_extensions import TypeVar
+
+Key = TypeVar("Key", bound=Hashable, default=bytes)  # of a block
 
 
 @dataclass(slots=True)
-class Held:
+class Held(Generic[Key]):
     """A block of the store. Only its `slot` is for others."""
 
     key: Key
@@ -31,21 +35,21 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class Put(Generic[Key]):
     """A block's new slot, and the block that left it."""
 
     slot: int
     dropped: Key | None = None
 
 
-class SlotIndex:
+class SlotIndex(Generic[Key]):
     """Blocks by their keys. A key says all tokens up to the end of its block."""
 
     def __init__(self, slots: int, double_tokens: int) -> None:
         """double_tokens: so deep in a prompt, a token takes twice the time of the first one."""
         self.slots = slots
         self._double_tokens = double_tokens
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, Held[Key]] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._followers: Counter[Key] = Counter()  # by block, held or not: the held blocks that follow it
         self._candidates: list[tuple[float, int, Key]] = []  # a heap; an entry is void after a later use
@@ -58,10 +62,10 @@ class SlotIndex:
     def __contains__(self, key: Key) -> bool:
         return key in self._held
 
-    def get(self, key: Key) -> Held | None:
+    def get(self, key: Key) -> Held[Key] | None:
         return self._held.get(key)
 
-    def put(self, key: Key, parent: Key | None, depth_tokens: int) -> Put | None:
+    def put(self, key: Key, parent: Key | None, depth_tokens: int) -> Put[Key] | None:
         """Give a block that is not held a slot. None: every block is pinned, or followed by one that is.
 
         parent: the block without which this one is not found. depth_tokens: before the block, in its prompt.
@@ -86,13 +90,13 @@ class SlotIndex:
         held.used, held.value = self._uses, self._floor + 1.0 + held.depth_tokens / self._double_tokens
         self._offer(held)
 
-    def pin(self, key: Key) -> Held:
+    def pin(self, key: Key) -> Held[Key]:
         """Keep a held block, and its slot, until as many calls of `unpin`."""
         held = self._held[key]
         held.pins += 1
         return held
 
-    def unpin(self, held: Held) -> None:
+    def unpin(self, held: Held[Key]) -> None:
         held.pins -= 1
         if held.cleared and not held.pins:
             self._free.append(held.slot)
@@ -121,7 +125,7 @@ class SlotIndex:
         self._followers.clear()
         self._candidates.clear()
 
-    def _offer(self, held: Held) -> None:
+    def _offer(self, held: Held[Key]) -> None:
         """Make a block a candidate, if it is one."""
         if held.pins or self._followers.get(held.key):
             return

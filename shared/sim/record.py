@@ -27,6 +27,7 @@ class Record:
         self._progress = progress
         self._prefixes = workload.prefixes
         self._answers = workload.answers
+        self._sessions = workload.sessions if run.sessions else None
         self._mix = workload.mix
         prediction = run.prediction
         self._gateway_s = run.gateway_s + (prediction.answer_s if prediction and prediction.at_placement else 0.0)
@@ -72,7 +73,11 @@ class Record:
             slo, caller = mix.classes[mix.class_of[row]], mix.callers[mix.caller_of[row]]
         one = not slo.mixed_precision
         job = JobView(
-            str(row), self._prompts[row], max_tokens, slo, known, prefix=prefix, can_wait=True, one_precision=one
+            *(str(row), self._prompts[row], max_tokens, slo, known),
+            prefix=prefix,
+            can_wait=True,
+            one_precision=one,
+            session=self._sessions[row] if self._sessions is not None else "",
         )
         request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
         if self._answers is not None:

@@ -162,11 +162,11 @@ def test_a_block_that_stays_in_host_memory_is_held_until_it_leaves_that_too() ->
     held, known = HeldPrefixes(OURS), list[int]()
     held.apply(BlocksStored([b"1"], None, list(range(OURS))))
     for event, holds in (
-        (BlocksKept([b"1", b"of another group"]), True),
+        (BlocksKept([b"1", b"of another group"], host=True), True),
         (BlocksRemoved([b"1"]), True),
         (BlocksStored([b"1"], None, list(range(OURS))), True),  # loaded back
         (BlocksRemoved([b"1"]), True),
-        (BlocksRemoved([b"1"]), False),
+        (BlocksRemoved([b"1"], host=True), False),
         (BlocksKept([b"1"]), False),  # of a block that is not known
     ):
         held.apply(event)

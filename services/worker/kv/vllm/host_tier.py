@@ -96,6 +96,7 @@ class HostTier:
             loaded_blocks=self._loaded_blocks,
             evicted_blocks=self._evicted_blocks,
             served_tokens=self._served_tokens,
+            block_tokens=1.0 / sum(1.0 / size for size in self._sizes),
         )
 
     def cached(self, request: Request, blocks: Sequence[KVCacheBlock], start: int, end: int, group: int) -> None:

@@ -40,7 +40,7 @@ class Found:
 
 class Told:
     def __init__(self) -> None:
-        self.held = HeldPrefixes()
+        self.held = HeldPrefixes(tiered=True)
 
     def __call__(self, events: Sequence[CacheEvent]) -> None:
         for event in events:

@@ -24,7 +24,7 @@ def request(
 
 class Told:
     def __init__(self) -> None:
-        self.held = HeldPrefixes()
+        self.held = HeldPrefixes(tiered=True)
         self.events: list[CacheEvent] = []
 
     def __call__(self, events: Sequence[CacheEvent]) -> None:
