@@ -62,9 +62,9 @@ class KvMemory:
         self._cache = PrefixCache(
             max(1, prefix_block_tokens // self._block_tokens), self._dropped, lambda: self.sessions.give_back()
         )
-        self._host: HostCache | None = None
+        self.host: HostCache | None = None
         if limits.host is not None and limits.prefix_cache:
-            self._host = HostCache(limits.host, self._id_tokens, self._cache)
+            self.host = HostCache(limits.host, self._id_tokens, self._cache)
         self.total = kv_tokens // self._block_tokens
         budget = int(limits.session_share * self.total * self._block_tokens) // self._id_tokens
         self.sessions = KeptSessions(self._cache, budget if limits.prefix_cache else 0, limits.session_keep_s)
@@ -123,10 +123,10 @@ class KvMemory:
             return False
         request.computed_tokens = computed
         request.shared_ids = cached
-        if self._host is None:
+        if self.host is None:
             self._cache.use(cached)
         else:
-            for at, parent in self._host.load(cached):
+            for at, parent in self.host.load(cached):
                 if self._listener is not None:
                     self._listener.loaded(at, parent)
         return True
@@ -141,22 +141,22 @@ class KvMemory:
 
     def cached(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The ids from the first one on that the prefix cache holds, or host memory."""
-        return self._cache.matched(ids) if self._host is None else self._host.matched(ids)
+        return self._cache.matched(ids) if self.host is None else self.host.matched(ids)
 
     def take_copied_s(self) -> float:
         """Seconds that the copies between the cache and host memory since the last call take."""
-        return self._host.take_copied_s() if self._host is not None else 0.0
+        return self.host.take_copied_s() if self.host is not None else 0.0
 
     def export_s(self, ids: tuple[int, ...], start: int, end: int) -> float:
         """Seconds to load, for an export of these tokens of the ids, what lies in host memory."""
-        if self._host is None:
+        if self.host is None:
             return 0.0
         device = len(self._cache.matched(ids)) * self._id_tokens
-        return self._host.token_s * max(0, end - max(start, device))
+        return self.host.token_s * max(0, end - max(start, device))
 
     @property
     def has_copied(self) -> bool:
-        return self._host is not None and self._host.copied_tokens > 0
+        return self.host is not None and self.host.copied_tokens > 0
 
     def keep_session(self, request: ScheduledRequest, answer: tuple[int, ...], now: float) -> None:
         """A request of a session is complete: keep its ids for the next one. answer: see `keep_answer`."""
@@ -224,8 +224,8 @@ class KvMemory:
         """Keep computed blocks of a request, which follow the block `before`. Returns those that were not held yet."""
         fresh = self._cache.keep(ids)
         request.shared_ids += fresh
-        if self._host is not None:
-            self._host.place(ids, before)
+        if self.host is not None:
+            self.host.place(ids, before)
         if self._watched is not None:
             for at in ids:
                 self._watched.loaded(at, before)
@@ -240,12 +240,12 @@ class KvMemory:
     def watch_cache(self) -> TieredBlocks | None:
         """Ids that can be hit, kept up to date from now on; None without a cache."""
         if self._keeps_prefixes:
-            self._watched = self._listener = TieredBlocks(tiered=self._host is not None)
+            self._watched = self._listener = TieredBlocks(tiered=self.host is not None)
         return self._watched
 
     def _dropped(self, at: int) -> None:
         """The cache drops an id: host memory may keep it, and lose another one for it."""
-        saved = self._host.save(at) if self._host is not None else None
+        saved = self.host.save(at) if self.host is not None else None
         if self._listener is None:
             return
         if saved is not None:
@@ -396,7 +396,8 @@ class HostCache:
     def __init__(self, host: HostTier, id_tokens: int, cache: PrefixCache) -> None:
         self.token_s = host.token_s
         self.copied_tokens = 0  # whose time no step has taken yet
-        self._index: SlotIndex[int] = SlotIndex(host.tokens // id_tokens, host.double_tokens)
+        self.stored = self.loaded = self.evicted = 0  # ids, since the start
+        self.index: SlotIndex[int] = SlotIndex(host.tokens // id_tokens, host.double_tokens)
         self._cache = cache
         self._id_tokens = id_tokens
         self._origins: dict[int, tuple[int | None, int]] = {}  # of ids in the cache: the one before, and their depth
@@ -407,7 +408,7 @@ class HostCache:
 
     def matched(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The ids from the start that the cache or host memory holds."""
-        return tuple(takewhile(lambda at: at in self._cache or at in self._index, ids))
+        return tuple(takewhile(lambda at: at in self._cache or at in self.index, ids))
 
     def place(self, ids: Iterable[int], before: int | None) -> None:
         """These ids of the cache follow each other, and `before`."""
@@ -426,26 +427,29 @@ class HostCache:
             if at in self._cache:  # it is copied nevertheless: what is loaded has to be without gaps
                 self._cache.use((at,))
                 continue
-            held = self._index.get(at)
+            held = self.index.get(at)
             assert held is not None, "the ids are matched"
             self._cache.keep((at,))
             self._origins[at] = held.parent, held.depth_tokens
             loaded.append((at, held.parent))
         for at, _ in reversed(loaded):  # the last ones leave first
-            self._index.use(at)
+            self.index.use(at)
+        self.loaded += len(ids) - device
         self.copied_tokens += (len(ids) - device) * self._id_tokens
         return loaded
 
     def save(self, at: int) -> Put[int] | None:
         """The cache drops an id. None: host memory has it already, or has no room."""
         parent, depth = self._origins.pop(at)
-        if at in self._index:
-            self._index.use(at)
+        if at in self.index:
+            self.index.use(at)
             return None
-        put = self._index.put(at, parent, depth)
+        put = self.index.put(at, parent, depth)
         if put is None:
             return None
         self.copied_tokens += self._id_tokens
+        self.stored += 1
+        self.evicted += put.dropped is not None
         return put
 
 

@@ -27,6 +27,7 @@ from services.worker.engines.base import (
     EnginePolicies,
     EngineRequest,
     EngineStats,
+    HostTierStats,
     Left,
     Sink,
     StepLog,
@@ -129,10 +130,11 @@ class EmulatedEngine:
         paths = {peer: entry.link for peer, entry in s.emulated_links.items()}
         self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype, paths, s.emulated_slowdown)
         copies = float(s.tensor_parallel) if geometry.latent else max(1.0, s.tensor_parallel / geometry.kv_heads)
-        total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * copies * s.block_size)))
+        self._block_bytes = geometry.kv_bytes_per_token(2.0) * copies * s.block_size
+        total = max(1, int(s.kv_cache_bytes // self._block_bytes))
         if s.host_kv_bytes:
-            tokens = int(s.host_kv_bytes // (geometry.kv_bytes_per_token(2.0) * copies))
-            if tokens < s.block_size:
+            tokens = int(s.host_kv_bytes // self._block_bytes) * s.block_size
+            if not tokens:
                 raise InvalidRequest(
                     f"host_kv_bytes: {s.host_kv_bytes} bytes do not hold a block of {s.block_size} tokens"
                 )
@@ -255,6 +257,24 @@ class EmulatedEngine:
             prompt_tokens=sum(lane.prompt_tokens for lane in self._lanes),
             hit_tokens=sum(lane.hit_tokens for lane in self._lanes),
             preemptions=sum(lane.preemptions for lane in self._lanes),
+            sessions=sum(len(lane.memory.sessions) for lane in self._lanes),
+            session_blocks=sum(lane.memory.sessions.pinned for lane in self._lanes),
+            sessions_yielded=sum(lane.memory.sessions.yielded for lane in self._lanes),
+            host=self._host_stats(),
+        )
+
+    def _host_stats(self) -> HostTierStats:
+        host = self._lanes[0].memory.host  # an engine with a host tier has one lane
+        if host is None:
+            return HostTierStats()
+        return HostTierStats(
+            held_bytes=int(len(host.index) * self._block_bytes),
+            limit_bytes=int(host.index.slots * self._block_bytes),
+            stored_blocks=host.stored,
+            loaded_blocks=host.loaded,
+            evicted_blocks=host.evicted,
+            served_tokens=host.loaded * self._settings.block_size,
+            block_tokens=float(self._settings.block_size),
         )
 
     async def close(self) -> None:
