@@ -149,13 +149,19 @@ def pooled_tokens(cluster: str, work: Workload, share: float | None = 1.0) -> in
     return sum(oracle_tokens(prompts, work.prefix_block_tokens, bound, work.answers))
 
 
-# Goodput in the scenarios of `bench policies`, whose requests have no common prefixes, and of chats on their clusters.
-
+# Goodput in the scenarios of `bench policies`, whose requests have no common prefixes, and of chats on their clusters:
+# with each mechanism and without, and where every instance serves whole requests, or none does.
 
 CHAT_SEEDS = 3  # where answers are long, single requests decide: goodput varies by a tenth
 NEITHER = f"{WITHOUT}+migration=off"
-ARMS = {"mobile": WITH, "neither": NEITHER}
-CHAT_ARMS = {"mobile": WITH, "no_migration": f"{WITH}+migration=off", "no_pull": WITHOUT, "neither": NEITHER}
+ARMS = {
+    "mobile": WITH,
+    "no_keep": "placement=adaptive:keep=false+split=adaptive+dispatch=adaptive",
+    "neither": NEITHER,
+    "aggregated": NEITHER,
+    "disaggregated": "placement=adaptive:pull=false+split=full+dispatch=adaptive+migration=off",
+}
+CHAT_ARMS = ARMS | {"no_migration": f"{WITH}+migration=off", "no_pull": WITHOUT}
 
 
 def simulated_goodput(results: Path | None, processes: int) -> Result:
@@ -166,9 +172,7 @@ def simulated_goodput(results: Path | None, processes: int) -> Result:
 
 
 def compared_goodput(kept: Runs, case: Scenario) -> Result:
-    """Requests a second within their targets: with migrations and pulls, without either, and of chats with one of both;
-    means over the seeds.
-    """
+    """Requests a second within their targets, by arm; means over the seeds."""
     arms, count = (CHAT_ARMS, CHAT_SEEDS) if case.kind == CHATS else (ARMS, 1)
     found = [_goodputs(kept, replace(case, seed=case.seed + at), arms) for at in range(count)]
     means = dict(zip(arms, map(fmean, zip(*found, strict=True)), strict=True))
@@ -181,7 +185,9 @@ def compared_goodput(kept: Runs, case: Scenario) -> Result:
 def _goodputs(kept: Runs, case: Scenario, arms: Mapping[str, str]) -> list[float]:
     rough = goodput(kept.meets(case, WITH, MIN_REQUESTS, SHORT_S), 8.0, COARSE)
     requests = max(MIN_REQUESTS, round(LASTS_S * rough))
-    return [goodput(kept.meets(case, words, requests), rough, RESOLUTION) for words in arms.values()]
+    cases = [replace(case, aggregated=arm == "aggregated") for arm in arms]
+    served = zip(cases, arms.values(), strict=True)
+    return [goodput(kept.meets(one, words, requests), rough, RESOLUTION) for one, words in served]
 
 
 # Host tiers: questions about long documents, whose KV is some times as large as the KV memory of all instances. The

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shared.cost.learning import StepLearner
 from shared.cost.step_rates import profile_batches
+from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.rates import Rates
 from shared.sim.cluster import simulate
@@ -37,15 +38,18 @@ LEARNED_STEPS, NOISE, START_OFF = 400, 0.05, 1.5
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A cluster and a kind of requests, a key of KINDS or `CHATS`; `seed` draws the requests."""
+    """A cluster and a kind of requests, a key of KINDS or `CHATS`; `seed` draws the requests. aggregated: each instance
+    serves whole requests.
+    """
 
     cluster: str
     kind: str
     seed: int = SEED
+    aggregated: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.cluster}_{self.kind}"
+        return f"{self.cluster}_{self.kind}" + "_aggregated" * self.aggregated
 
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
         """The share of requests within their SLO: `requests` of them at `rate` a second, under policies in words.
@@ -57,6 +61,8 @@ class Scenario:
     def result(self, policy: str, rate: float, requests: int, head: int | None = None) -> SimResult:
         run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
         specs = instances(self.cluster)
+        if self.aggregated:
+            specs = tuple(replace(spec, role=Role.DECODE) for spec in specs)
         if self.kind == CHATS:
             specs = tuple(replace(spec, limits=replace(spec.limits, prefix_cache=True)) for spec in specs)
         return simulate(workload if head is None else workload.head(head), specs, run)

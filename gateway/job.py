@@ -234,8 +234,8 @@ class Job:
                 self._prefix = hashes_of(spec.prompt, generation.cache_salt, generation.adapter, generation.items)
         return self._prefix
 
-    def view(self, *, decode_only: bool = False) -> JobView:
-        """The job as policies see it. decode_only: its prefill is done."""
+    def view(self, *, decode_only: bool = False, migrates: bool = False) -> JobView:
+        """The job as policies see it. decode_only: its prefill is done. migrates: its gateway lets decodes migrate."""
         spec, expected = self.spec, self.expected_tokens
         carried = len(self.tokens) if spec.carry else 0
         return JobView(
@@ -255,6 +255,7 @@ class Job:
             precision=self.precision,
             media=spec.media,
             session=spec.session,
+            migrates=migrates and not spec.local_only,
         )
 
     # The predicted length

@@ -105,6 +105,7 @@ class DecodeTarget:
     instance: InstanceRef
     saved: int  # prompt tokens whose KV the instance is known to hold
     only_if_room: bool  # it is to refuse the job if it has no room for the job's KV, instead of queueing the job
+    keep_tokens: int = 0  # as in Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,7 @@ class Pipeline:
         return route
 
     def _view(self, job: Job, *, decode_only: bool = False) -> JobView:
-        view = job.view(decode_only=decode_only)
+        view = job.view(decode_only=decode_only, migrates=self._settings.migration)
         return msgspec.structs.replace(view, prefix=job.prefix) if self._wants_prefix else view
 
     async def _place_decode(self, job: Job) -> DecodeTarget:
@@ -522,6 +523,7 @@ class Pipeline:
             resumes=handover is not None and not job.spec.carry,
             state=handover.state if handover is not None and not job.spec.carry else b"",
             tell_leaves=self._settings.migration,
+            keep_tokens=target.keep_tokens,
         )
         mover = Mover(job, instance, self._settings.moves, self._clients, self)
         try:
@@ -595,7 +597,7 @@ class Pipeline:
 
 def _decode_target(route: Route) -> DecodeTarget:
     assert route.decode is not None
-    return DecodeTarget(route.decode, route.decode_saved, only_if_room=route.has_room)
+    return DecodeTarget(route.decode, route.decode_saved, route.has_room, route.keep_tokens)
 
 
 class StagedKv:

@@ -57,6 +57,11 @@ class SchedulerMetrics:
             registry=registry,
         )
         self._chosen = Bound(chosen)
+        self._kept = Counter(
+            "polyphase_scheduler_kept_answers",
+            "Placements of whole jobs on a prefill instance, which decodes at least the first tokens",
+            registry=registry,
+        )
         self._pulls = Counter(
             "polyphase_scheduler_prefix_pulls", "Placements that pull a prefix from a holder", registry=registry
         )
@@ -97,6 +102,8 @@ class SchedulerMetrics:
                 self._chosen.labels(instance.instance_id, role.value).inc()
         if route.affinity is not None:
             self._affinity[route.affinity].inc()
+        if route.keep_tokens:
+            self._kept.inc()
         if route.pull is not None:
             self._pulls.inc()
             self._pulled.inc(route.pulled_tokens)

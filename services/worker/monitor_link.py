@@ -111,6 +111,7 @@ class Telemetry:
                 (stats.total_blocks - stats.free_blocks) * self._info.block_size, stats.waiting_tokens
             ),
             promised=self._decodes.promised,
+            busy_share=round(self._engine.steps.busy_share, 1),  # a load that differs is published
         )
 
     async def leave(self) -> None:

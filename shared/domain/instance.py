@@ -205,6 +205,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     kv_ahead: tuple[int, ...] = ()
     accepted: tuple[int, ...] | None = None  # marks of recently accepted jobs; None: not reported
     promised: tuple[Promised, ...] = ()  # announced decodes that have not arrived
+    busy_share: float = 0.0  # of the last seconds, the share in which steps computed prompts
 
     def kv_used_share(self, total_blocks: int) -> float:
         """Share of the instance's `total_blocks` KV blocks that are in use, 0 to 1; 0 for an instance without blocks.

@@ -236,7 +236,8 @@ class JobView(msgspec.Struct, frozen=True):
     time per token, of a job that leaves only for a clearly shorter one; 0: for any. spare_share: of the KV memory of
     the instance to which it migrates, that has to stay free beside it and the other answers there to their ends.
     session: a short hash of the session that it is a turn of, and of its caller; empty: of none. warms: it is not to be
-    computed: its session's KV is to be brought where its next turn would be, and nothing is booked.
+    computed: its session's KV is to be brought where its next turn would be, and nothing is booked. migrates: it can go
+    on at another instance with its KV after any token.
     """
 
     job_id: str
@@ -262,3 +263,4 @@ class JobView(msgspec.Struct, frozen=True):
     session: str = ""
     warms: bool = False
     spare_share: Finite = 0.0
+    migrates: bool = False

@@ -73,6 +73,7 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "migration:drain": ("it drained",),
     "migration:memory": ("its KV memory would not have held all answers to their ends",),
     "migration:tpot": ("its steps took longer than the target for a token",),
+    "migration:kept": ("it decodes the beginning of answers only, between prompts",),
     "migration:operator": ("an operator asked for it",),
     "sooner": ("its next token is expected in {elsewhere_s:s}, and in {pause_s:s} where it is paused",),
     "mixed precision": lambda figures: ", ".join(f"{part}: {precision}" for part, precision in figures.items()),
@@ -146,6 +147,7 @@ def _adaptive(figures: Figures) -> str:
     said += [_filled("it holds {saved_tokens:tokens} of this prompt", figures)] if figures.get("saved_tokens") else []
     said += [_filled("{host_tokens:tokens} of it lie in its host memory: loading takes {host_load_s:s}", figures)]
     said += [_pulled(figures)]
+    said += [_filled("it keeps the answer, at most {keep_tokens:tokens} of it", figures)]
     said += [_filled("first token expected after {ttft_s:s}, then one each {tpot_s:s}", figures)]
     return "; ".join(one for one in said if one)
 

@@ -22,6 +22,7 @@ from shared.policy.estimate import (
     Option,
     PrefillSide,
     fixed_split_options,
+    kept_options,
     local,
     mean_wait_s,
     options,
@@ -35,6 +36,7 @@ from shared.policy.saved_tokens import saved_of
 from shared.policy.split import SplitChoice
 
 HOLDERS_PER_ROLE, HOLDERS_LOOKED_UP = 2, 6  # candidates that hold most of the prompt's prefix, among so many of both
+KEPT_GAIN = 0.05  # by which the SLO cost has to be less where a prefill instance is to decode: it does so for long
 RANDOM_DECODES = 2  # decode candidates that are drawn at random, less those that hold some of the prompt
 
 
@@ -50,7 +52,8 @@ class Adaptive(JointPlacement):
     prefix from a holder (`prefix_pull`). With `sessions`, the instances of the last turn of the job's session are
     candidates, too, and hold what that turn left there also before they have reported it (`sessions`). With
     `host_tier`, prefixes in the host memory of an instance count as held there, at the time of their loading; without
-    it they do not count.
+    it they do not count. With `keep`, the best prefill instance may decode the answer of a job that can migrate, or its
+    first tokens.
     Beside another split or dispatch policy than the adaptive ones, it keeps to what that policy says and decides on
     the rest.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
@@ -62,6 +65,7 @@ class Adaptive(JointPlacement):
     pull: bool = True
     sessions: bool = True
     host_tier: bool = True
+    keep: bool = True
 
     def __post_init__(self) -> None:
         _check(self.name, self.candidates)
@@ -101,16 +105,29 @@ class Adaptive(JointPlacement):
             offer_pulls(pulls, prefills, context)
             offer_pulls(pulls, decodes, context)
 
+        keeps = self.keep and job.migrates and isinstance(dispatch, AdaptiveDispatch)
+
         def best_of(sides: Sequence[DecodeSide]) -> Option:
             if isinstance(split, AdaptiveSplit) or not prefills:
-                return min(options(prefills, sides), key=total_of)
+                found = options(prefills, sides)
+                if keeps:
+                    found += _kept_options(job, found, exclude)
+                return min(found, key=total_of)
             return min(fixed_split_options(split, prefills, sides, rng), key=total_of)
 
         best = best_of(decodes)
         if best.hold_s > HOLD_S and job.can_wait and not job.begun:
             best = _best_with_room(job, best_of, decodes) or best
         looked_at: Figures = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
-        figures = {"split": best.split, **best.figures, **looked_at, **_comparison(best, index), **_pulls(best, pulls)}
+        kept: Figures = {"keep_tokens": best.keep_tokens} if best.keep_tokens else {}
+        figures = {
+            "split": best.split,
+            **kept,
+            **best.figures,
+            **looked_at,
+            **_comparison(best, index),
+            **_pulls(best, pulls),
+        }
         choice = _choice(best, (Reason("placement:adaptive", figures),))
         if last:
             candidates = {view.info.instance_id for view in (*views, *(side.view for side in prefills))}
@@ -300,10 +317,23 @@ def _best_with_room(
     return best if best.tpot_s <= slo.tpot_s and job.waited_s + best.ttft_s <= slo.ttft_s else None
 
 
+def _kept_options(job: JobView, found: Sequence[Option], exclude: InstanceIds) -> list[Option]:
+    """Those of the best pair, if its prefill instance can hold the whole job, that cost clearly less than `found`."""
+    limit = min(found, key=total_of).total - KEPT_GAIN
+    pairs = [option for option in found if option.prefill is not None]
+    if limit <= 0.0 or not pairs:
+        return []
+    best = min(pairs, key=total_of)
+    assert best.prefill is not None
+    if not usable(best.prefill.view, context_of(job, Role.DECODE), exclude):
+        return []
+    return [option for option in kept_options(best) if option.total < limit]
+
+
 def _choice(best: Option, reasons: tuple[Reason, ...]) -> Choice:
     view, has_room = best.decode.view, best.has_room
     if best.prefill is None:
-        return Choice(view, reasons, estimate=best, has_room=has_room)
+        return Choice(view, reasons, estimate=best, has_room=has_room, keep_tokens=best.keep_tokens)
     return Choice(best.prefill.view, reasons, decode=view, split=best.split, estimate=best, has_room=has_room)
 
 

@@ -120,7 +120,8 @@ class Decider:
         held, first = 0, route.prefill or route.decode
         if job.prefix and first is not None:
             index = self.loads.current
-            view = (index.prefill if route.prefill is not None else index.decode).get(first.instance_id)
+            at_prefill = route.prefill is not None or route.keep_tokens > 0
+            view = (index.prefill if at_prefill else index.decode).get(first.instance_id)
             held = saved_tokens(self.prefixes, view, job) if view is not None else 0
             held = max(held, route.pull.tokens) if route.pull is not None else held
         return held, self.ledger.output_lengths.expected(job).mean

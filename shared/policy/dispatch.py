@@ -31,8 +31,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and the reasons for it.
 
     A placement policy may also fix the decode instance, the split between both, and the work to count on the instance
-    until the job is complete. estimate: of the whole route, from a placement policy that makes one. has_room, affinity:
-    see `Route`.
+    until the job is complete. estimate: of the whole route, from a placement policy that makes one. has_room, affinity,
+    keep_tokens: see `Route`.
     """
 
     instance: InstanceView
@@ -43,6 +43,7 @@ class Choice(msgspec.Struct, frozen=True):
     estimate: Option | None = None
     has_room: bool = False
     affinity: Affinity | None = None
+    keep_tokens: int = 0
 
     @property
     def ref(self) -> InstanceRef:

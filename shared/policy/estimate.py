@@ -8,6 +8,7 @@ for other requests the same as far as the job changes it. `options` lists the op
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil, exp
 from operator import attrgetter
 from random import Random
 
@@ -27,6 +28,10 @@ ENDLESS = 1 << 30
 SLOWNESS, LATENESS = 0.1, 0.1  # cost of each target's length of time, and of each one beyond the target
 EVEN = 1e-6  # cost of full memory: of instances that are alike otherwise, the emptier one gets the job
 HOLD_S = 0.02  # a shorter wait for KV memory is not worth holding the job in the gateway
+HANDOVER_S = 0.1  # the gap between two tokens of an answer that migrates
+KEEP_BUSY = 0.5  # a prefill instance that spends more of its time on prompts does not begin to decode
+KEPT_LENGTHS = 2.0  # expected lengths of an answer that a prefill instance decodes at most
+BUSIEST = 0.95  # a busier instance counts as this busy: its queue does not grow without end
 ROUNDING = 1e-9  # by which sums in another order may differ
 
 
@@ -224,7 +229,7 @@ class DecodeSide:
         decoding, taken, free = _occupancy(view, seats, token, usual.mean, context.spread_s)
         self.running = running = decoding if decoding < seats else seats
         self.over = decoding - running  # decodes that wait for a seat
-        running_context = taken * running / decoding if running else 0.0
+        self.running_context = running_context = taken * running / decoding if running else 0.0
 
         # A token of the decodes that run there, without and with the job among them; a step may yield several.
         now_s = token.fixed_s + token.sequence_s * running + token.context_s * running_context if running else 0.0
@@ -322,6 +327,20 @@ class DecodeSide:
             memory += self.over * (slo_cost((now_s + behind_s / usual.brief) / target) - slo_cost(now_s / target))
         return DecodeTerms(rest_s, self.after_s + self.beside_s, others, memory, self.room_s, pull)
 
+    def beside_prompts(self) -> tuple[float, float]:
+        """Seconds of a step that computes prompts beside the decodes with the job among them, and the factor by which
+        a prompt token takes longer for it.
+        """
+        job, info = self.context.job, self.view.info
+        rates, running = info.rates.step or UNKNOWN_STEPS, self.running + 1
+        held = self.running_context + job.prompt_tokens + self.context.own.mean / 2.0
+        budget, before = max(1, info.chunk_size - running), job.prompt_tokens / 2.0
+        if self.context.limited:
+            budget = prefill_tokens(rates, StepLoad(running, held, gap_target_s(job.slo, rates.gain)), budget)
+        step_s = rates.mixed_s(budget, before, running, held)
+        without_s = self.token_s if self.running else rates.prefill_s(info.chunk_size, before) / info.chunk_size
+        return step_s, max(1.0, step_s / budget / without_s) if without_s > 0.0 else 1.0
+
     def own_s(self, tokens: int, saved: int | None = None) -> float:
         """Seconds to compute the first `tokens` of the prompt, without the queue. saved: those that it has then; None:
         those that it has now.
@@ -403,6 +422,7 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     own_pause: float
     others_link: float
     hold_s: float
+    keep_tokens: int = 0  # of the answer, decoded by the prefill instance that computes the whole prompt
 
     @property
     def split(self) -> int:
@@ -510,6 +530,62 @@ def pair(prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerm
         own_pause=own_pause,
         others_link=link,
         hold_s=hold_s,
+    )
+
+
+def kept_options(best: Option) -> list[Option]:
+    """Of a pair, the options in which the prefill instance decodes, too: to about the expected end of the answer, or
+    until the decode instance is expected to have room. The rest of a longer answer migrates to that.
+
+    Answers are taken to end at any token with the same probability. Source: ours; DynaServe and TaiChi split and mix
+    likewise.
+    """
+    prefill, decode, context = best.prefill, best.decode, best.decode.context
+    assert prefill is not None
+    busy = prefill.view.load.busy_share
+    if busy > KEEP_BUSY:
+        return []
+    side = DecodeSide(prefill.view, context, prefill.saved, busy, prefill.loaded)
+    lengths = {ceil(KEPT_LENGTHS * context.own.mean)}
+    if decode.room_s > HOLD_S and side.after_s > 0.0:
+        lengths.add(ceil(decode.room_s / side.after_s))
+    return [_kept(prefill, side, busy, best, tokens) for tokens in lengths]
+
+
+def _kept(prefill: PrefillSide, side: DecodeSide, busy: float, best: Option, tokens: int) -> Option:
+    context = side.context
+    job, own, slo, others = context.job, context.own, context.job.slo, context.others
+    pull = best.pull
+    terms = side.terms(0, pull=pull)
+    step_s, slower = side.beside_prompts()
+    here_s = side.after_s + busy * max(0.0, step_s - side.after_s)
+    over = exp(-tokens / own.mean) if tokens < job.max_tokens else 0.0  # how likely the answer is longer
+    rest = best.terms
+    ttft_s = terms.room_s + terms.rest_s
+    tpot_s = (1.0 - over) * here_s + over * (rest.tpot_s + HANDOVER_S / own.brief)
+
+    # The prompts that are queued there and that come while the job decodes take longer, each behind the ones before it.
+    own_s = prefill.own_s(job.prompt_tokens)
+    coming = prefill.jobs + busy * (1.0 - over) * own.mean * here_s / own_s
+    more_s, then_s = (slower - 1.0) * own_s / (1.0 - min(busy, BUSIEST)), prefill.wait_s + own_s
+    delayed = coming * (slo_cost((then_s + more_s) / others.ttft_s) - slo_cost(then_s / others.ttft_s))
+    memory = rest.memory if tokens * here_s < rest.room_s else 0.0
+    own_ttft, own_tpot = slo_cost(ttft_s / slo.ttft_s), slo_cost(tpot_s / slo.tpot_s)
+    cost_to_others = terms.others + terms.memory + delayed + over * (rest.others + memory)
+    return Option(
+        total=own_ttft + own_tpot + context.weight * cost_to_others,
+        prefill=None,
+        decode=side,
+        part=None,
+        terms=terms,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        own_ttft=own_ttft,
+        own_tpot=own_tpot,
+        own_pause=0.0,
+        others_link=0.0,
+        hold_s=terms.room_s,
+        keep_tokens=tokens,
     )
 
 

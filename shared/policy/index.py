@@ -468,6 +468,7 @@ def _with(view: InstanceView, more: Assignment) -> InstanceView:
         inflight=load.inflight,
         prefill_share=load.prefill_share,
         kv_ahead=ahead,
+        busy_share=load.busy_share,
     )
     return InstanceView(view.info, view.role, view.state, booked)
 

@@ -12,6 +12,7 @@ from shared.policy.decode_admission import COUNT, ahead_of
 AHEAD_S = 3.0  # KV memory that lasts for longer is no reason: answers may end sooner than expected
 SPARE_SHARE = 0.1  # of the target's KV memory that stays free beside a job which leaves for memory or speed: loads
 # are 0.1 s old, and where all instances are full a migration would only move the shortage
+KEPT_BUSY = 0.75  # a prefill instance that spends more of its time on prompts keeps no answers
 AT_ONCE = 4  # jobs that leave for memory within one look
 AGAIN_S = 5.0  # between two requests of one job to leave
 LOOK_S = 0.25  # between two looks of an instance for jobs that should leave
@@ -66,6 +67,13 @@ def leaves_for_speed(jobs: Sequence[Stayer], token_s: float, now: float) -> str 
     missing = [job for job in jobs if token_s > job.tpot_s and now - job.asked_s >= AGAIN_S]
     chosen = max(missing, key=lambda job: job.held, default=None)
     return chosen.request_id if chosen is not None else None
+
+
+def leaves_kept(given: int, keep_tokens: int, busy_share: float, asked_s: float, now: float) -> bool:
+    """Whether a decode leaves a prefill instance, which was to decode its first `keep_tokens` tokens and spends
+    `busy_share` of its time on prompts. given: tokens that it has decoded; asked_s: as in `Stayer`.
+    """
+    return (given >= keep_tokens or busy_share > KEPT_BUSY) and now - asked_s >= AGAIN_S
 
 
 def _ahead(jobs: Sequence[Stayer], block_size: int) -> Sequence[int]:

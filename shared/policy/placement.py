@@ -113,7 +113,7 @@ class _RouteBuilder:
             if index.coupled:
                 raise why
             return self._whole(self._choose_decode(), Reason(f"local: {why.message}"))
-        if chosen.instance.role is Role.DECODE:
+        if chosen.instance.role is Role.DECODE or chosen.keep_tokens:
             return self._whole(chosen)
         if chosen.split is not None and chosen.decode is not None:  # placement decided on all three
             return self._build(chosen, Choice(chosen.decode), chosen.split, chosen.reasons)
@@ -203,6 +203,7 @@ class _RouteBuilder:
             hold_s=estimate.hold_s if estimate is not None else 0.0,
             has_room=first.has_room,
             pull=_pull_of(estimate),
+            keep_tokens=first.keep_tokens,
             affinity=first.affinity,
         )
         return Placed(route, estimate)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Reversible
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import chain
+from math import exp
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from shared.domain.job import JobView
@@ -352,6 +353,26 @@ def victim(running: Reversible[Running], rank: Callable[[Running], Rank]) -> Run
 
 
 FADE = 1.0 - 1.0 / 64.0  # a step counts by this factor less with each later step
+RECENT_S = 5.0  # over which that is a mean
+
+
+class PromptTime:
+    """The share of an engine's time in which its steps compute prompts: a mean that decays over `RECENT_S`."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last = 0.0, 0.0  # when the last such step ended, and the share then; another thread may read both
+
+    def add(self, seconds: float, now: float) -> None:
+        """Count a step that computed prompts, and ends now."""
+        left = exp(-seconds / RECENT_S)
+        self._last = now, self.at(now - seconds) * left + 1.0 - left
+
+    def at(self, now: float) -> float:
+        """The share, 0..1."""
+        ended, share = self._last
+        return share * exp(-max(0.0, now - ended) / RECENT_S) if share else 0.0
 
 
 class PrefillShare:

@@ -13,7 +13,7 @@ from shared.cost.step import Batch, Segment, StepTimes
 from shared.domain.kv import EXPORT_SHARE
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
-from shared.policy.prefill_order import PrefillOrder, PrefillShare
+from shared.policy.prefill_order import PrefillOrder, PrefillShare, PromptTime
 from shared.sim.events import NEVER, EventLoop
 from shared.sim.group import Glide, MeasuredGroup, without_first
 from shared.sim.memory import ExportRoom, KvMemory
@@ -106,6 +106,7 @@ class Engine:
         self._gather_s = 0.0  # of the engine's time, that exports from the cache are still to take
         self.tally = Tally()
         self._share = PrefillShare()
+        self._prompts = PromptTime()
         self._recent: deque[Segment] = deque(maxlen=_RECENT_STEPS)  # the last steps with decodes
 
     def add(self, leg: Leg, now: float) -> None:
@@ -259,6 +260,9 @@ class Engine:
         steps += self._group.steps
         return leg.base + steps, leg.output_tokens - (leg.finish_step - steps)
 
+    def busy_share(self, now: float) -> float:
+        return self._prompts.at(now)
+
     def prefill_share_after(self, steps: int) -> float:
         return self._share.after(steps)
 
@@ -398,6 +402,8 @@ class Engine:
             self._recent.append((1, took_s, took_s))
             self.tally.decodes(took_s, self._group.count, len(self._fresh))
             self._end_decodes(((1, took_s, took_s),), now, now)
+        if step.chunks:
+            self._prompts.add(took_s, now)
         for leg, tokens in step.chunks:
             self._end_chunk(leg, tokens, now)
 

@@ -73,8 +73,9 @@ class SimInstance:
         return min(range(len(self.engines)), key=lambda lane: self.engines[lane].scheduler.count)
 
     def view(self, now: float) -> InstanceView:
+        busy_share = round(sum(engine.busy_share(now) for engine in self.engines) / max(1, len(self.engines)), 1)
         if not self.requests:
-            return self._idle_view()
+            return self._idle_view(busy_share)
         steps = [engine.steps_done(now) for engine in self.engines]
         context = free = used = running = waiting = 0
         share, backlog = 0.0, Backlog()
@@ -107,6 +108,7 @@ class SimInstance:
                 self.spec.limits.block_tokens,
                 own_part(used * self.spec.limits.block_tokens, context + backlog.begun_tokens),
             ),
+            busy_share=busy_share,
         )
         return InstanceView(self.info, self.role, self.state, load)
 
@@ -138,12 +140,14 @@ class SimInstance:
         given += leg.request.carried
         return held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)
 
-    def _idle_view(self) -> InstanceView:
-        """An instance without work looks the same until its role or state changes."""
+    def _idle_view(self, busy_share: float) -> InstanceView:
+        """An instance that has been without work for a while looks the same until its role or state changes."""
         seen = self._idle
-        if seen is None or seen.role is not self.role or seen.state is not self.state or seen.info is not self.info:
+        same = seen is not None and seen.role is self.role and seen.state is self.state and seen.info is self.info
+        if seen is None or not same or seen.load.busy_share != busy_share:
             free = sum(engine.memory.total for engine in self.engines)
-            seen = self._idle = InstanceView(self.info, self.role, self.state, InstanceLoad(free_blocks=free))
+            load = InstanceLoad(free_blocks=free, busy_share=busy_share)
+            seen = self._idle = InstanceView(self.info, self.role, self.state, load)
         return seen
 
     def take_role(self, role: Role, now: float) -> None:

@@ -233,7 +233,7 @@ class Intake(Part):
         job = request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
         for assignment in self._fleet.ledger.add(job, route, now):
             index.book(assignment)
-        request.split = route.split
+        request.split, request.keep_tokens = route.split, route.keep_tokens
         request.carried = self._run.first_token is FirstToken.PREFILL and route.split == job.prompt_tokens
         if route.decode is not None:
             request.decode = self._fleet.position(route.decode.instance_id)

@@ -27,6 +27,7 @@ from shared.policy.leaving import (
     Stayer,
     leaves_for_memory,
     leaves_for_speed,
+    leaves_kept,
 )
 from shared.policy.overload import decide
 from shared.policy.prefix_pull import gather_s
@@ -297,6 +298,12 @@ class Migrations(Part):
         token_s, done = engine.recent_token_s(now), engine.steps_done(now)
         size = instance.spec.limits.block_tokens
         free = engine.free_after(done) * size
+        if instance.role is Role.PREFILL:
+            busy_share = engine.busy_share(now)
+            for leg in [one for one in self._decoding(instance) if one.lane == lane]:
+                given = engine.progress_after(done, leg)[1]
+                if leaves_kept(given, leg.request.keep_tokens, busy_share, leg.asked_s, now):
+                    self._begin(leg, now)
         filling = token_s > 0.0 and free < engine.decoding * AHEAD_S / token_s
         if not filling and token_s <= self._least_tpot_s:
             return

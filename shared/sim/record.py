@@ -73,10 +73,15 @@ class Record:
             slo, caller = mix.classes[mix.class_of[row]], mix.callers[mix.caller_of[row]]
         one = not slo.mixed_precision
         job = JobView(
-            *(str(row), self._prompts[row], max_tokens, slo, known),
+            str(row),
+            self._prompts[row],
+            max_tokens,
+            slo,
+            known,
             prefix=prefix,
             can_wait=True,
             one_precision=one,
+            migrates=self._run.migration,
             session=self._sessions[row] if self._sessions is not None else "",
         )
         request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)

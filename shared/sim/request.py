@@ -131,6 +131,7 @@ class SimRequest:
     # Of the present attempt.
     moved_from: str = field(init=False)  # the instance where it was paused, which is not to decode it now
     split: int = field(init=False)
+    keep_tokens: int = field(init=False)  # of the answer, that the prefill instance decodes; see `Route`
     carried: bool = field(init=False)  # the prefill instance gives an output token, from which decode goes on
     prefill: int | None = field(init=False)
     decode: int | None = field(init=False)
@@ -152,7 +153,7 @@ class SimRequest:
         self.job = job
         self.output_left = output_left
         self.moved_from = ""
-        self.split = 0
+        self.split = self.keep_tokens = 0
         self.carried = False
         self.prefill = self.decode = None
         self.prefill_leg = self.decode_leg = None

@@ -215,6 +215,8 @@ class DecodeRequest(msgspec.Struct):
     resumes: bool = False
     state: bytes = b""
     tell_leaves: bool = False  # whether to send a `Leave` among the items
+    # As in Route: the instance may be a prefill instance, and then the job leaves it after so many tokens.
+    keep_tokens: int = 0
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -238,6 +240,7 @@ class LeaveCause(StrEnum):
     DRAIN = "drain"  # the instance drains, to stop or to change its role
     MEMORY = "memory"  # its KV memory will not hold all of its decodes to their ends
     TPOT = "tpot"  # its steps take longer than the job's target
+    KEPT = "kept"  # it is a prefill instance, which was to decode the first tokens only or has prompts to compute again
     OPERATOR = "operator"
 
 

@@ -66,16 +66,21 @@ class Served(Runs):
         return lambda rate: rate <= (22.0 if policy == mobility.WITH else 20.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "arms"), [("chats", ["mobile", "no_migration", "no_pull", "neither"]), ("code", ["mobile", "neither"])]
-)
-def test_goodput_with_mobility_and_without(kind: str, arms: list[str]) -> None:
+@pytest.mark.parametrize(("kind", "arms"), [("chats", mobility.CHAT_ARMS), ("code", mobility.ARMS)])
+def test_goodput_with_mobility_and_without(kind: str, arms: dict[str, str]) -> None:
     found = compared_goodput(Served(), Scenario("equal", kind))
     served = {name: found["figures"][f"goodput_equal_{kind}_{name}_per_s"] for name in arms}
     assert len(found["figures"]) == len(arms)
     assert served == {name: pytest.approx(22.0 if name == "mobile" else 20.0, rel=0.02) for name in arms}
     (aim,) = found["aims"].values()
     assert aim["met"]
+
+
+def test_aggregated_instances_serve_whole_requests() -> None:
+    result = Scenario("equal", "code", aggregated=True).result(mobility.NEITHER, 10.0, 60)
+    assert result.outcomes.completed.all()
+    assert result.kv_bytes == 0
+    assert all(use.decode_tokens for use in result.instances)
 
 
 def test_chats_are_served_with_prefix_caches() -> None:

@@ -3,19 +3,21 @@ from an instance that drains. Their answers are so long that none ends by itself
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.job import Job
 from services.worker.engines.emulated_tokens import token_at
 from services.worker.jobs import decode
-from shared.domain.job import Slo
+from shared.domain.job import JobView, Slo
+from shared.domain.kv import TransferOutcome
 from shared.domain.policies import KINDS
-from shared.domain.route import PolicySpec
+from shared.domain.route import PolicySpec, Route
 from shared.errors import Conflict, NotFound
 from shared.explain import explain
 from shared.timeline import Span
@@ -103,3 +105,44 @@ async def test_an_instance_that_drains_is_empty_long_before_its_answers_end(
         for job, _ in made:
             assert (job.decode_instance, job.migration_cause) == ("d1", "drain")
             assert ("drain", "lost") not in job.migrated_by
+
+
+async def test_a_prefill_instance_decodes_the_first_tokens_and_a_decode_instance_the_rest(tmp_path: Path) -> None:
+    async with live_suite(tmp_path, schedulers=1, **DECODE) as suite:
+        decider, keep_tokens = suite.schedulers[0].state.scheduler.placer.decider, 50
+        placed = decider.decide
+
+        def keep(job: JobView, exclude: Collection[str], now: float) -> Route:
+            """As `adaptive` does where decodes are slow and prompts few."""
+            route = placed(job, exclude, now)
+            if route.prefill is None:
+                return route
+            return msgspec.structs.replace(route, prefill=None, decode=route.prefill, split=0, keep_tokens=keep_tokens)
+
+        decider.decide = keep
+        async with decoding(suite, 2) as made:
+            assert {job.decode_instance for job, _ in made} == {"p0"}
+            await until(lambda: all(job.decode_instance == "d0" for job, _ in made), "both have migrated")
+            await go_on(made)
+        for job, _ in made:
+            assert (job.migrations, job.migration_cause) == (1, "kept")
+            assert len(job.tokens) > keep_tokens
+            (moved,) = [one for one in job.timeline.decisions if one.kind == "migration"]
+            told = " ".join(sentence.text for sentence in explain(job.timeline).steps)
+            assert (moved.chosen, "decodes the beginning of answers" in told) == ("d0", True)
+
+
+async def test_an_answer_that_is_kept_to_its_end_needs_no_transfer(tmp_path: Path) -> None:
+    async with live_suite(tmp_path, schedulers=1, **DECODE) as suite:
+        decider = suite.schedulers[0].state.scheduler.placer.decider
+        placed = decider.decide
+        decider.decide = lambda *given: msgspec.structs.replace(
+            placed(*given), prefill=None, decode=placed(*given).prefill, split=0, keep_tokens=100
+        )
+        await suite.change({kind: PolicySpec(name) for kind, name in BASE.items()})
+        with pipelines(suite) as (gateway,):
+            job, steps = make_job([1] * PROMPT, 20)
+            await gateway.run(job)
+        assert tokens_of(steps) == [token_at(PROMPT + at) for at in range(20)]
+        assert (job.decode_instance, job.migrations) == ("p0", 0)
+        assert {one.outcome for one in job.timeline.transfers} <= {TransferOutcome.LOCAL}

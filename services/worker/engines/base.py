@@ -19,7 +19,7 @@ from shared.domain.rates import Rates, StepRates
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError
 from shared.policy import registry
 from shared.policy.decode_admission import DecodeAdmission, Greedy
-from shared.policy.prefill_order import Fcfs, PrefillOrder, PrefillShare, WaitingJob
+from shared.policy.prefill_order import Fcfs, PrefillOrder, PrefillShare, PromptTime, WaitingJob
 from shared.runtime.logs import get_log
 from shared.wire.messages import StepPage, StepRecord, TokenStep, decode_rows, encode_rows
 
@@ -67,6 +67,7 @@ class StepLog:
         self._ring: list[_Entry | None] = [None] * kept
         self._count = 0
         self._share = PrefillShare()
+        self._prompts = PromptTime()
         self.decodes = 0  # of all steps since the start; a step counts each of its decodes
         self.drafts = self.drafted_tokens = self.accepted_tokens = 0  # of speculative decoding, since the start
 
@@ -74,6 +75,11 @@ class StepLog:
     def prefill_share(self) -> float:
         """The share of the last steps with decodes that computed prompts too."""
         return self._share.after()
+
+    @property
+    def busy_share(self) -> float:
+        """Of the last seconds, the share in which steps computed prompts."""
+        return self._prompts.at(time.monotonic())
 
     def add(self, seconds: float, cpu_s: float, prefill: Chunks, decode_count: int, decode_context_tokens: int) -> None:
         """Record a step that ends now; see StepRecord."""
@@ -88,6 +94,8 @@ class StepLog:
             decode_context_tokens,
         )
         self._count = number + 1
+        if prefill:
+            self._prompts.add(seconds, time.monotonic())
         if decode_count:
             self.decodes += decode_count
             if prefill:

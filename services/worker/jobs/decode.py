@@ -25,7 +25,7 @@ from shared.policy.decode_admission import (
     shared_each,
     with_job,
 )
-from shared.policy.leaving import DRAIN_NEWS_S, Stayer, leaves_for_memory, leaves_for_speed
+from shared.policy.leaving import DRAIN_NEWS_S, Stayer, leaves_for_memory, leaves_for_speed, leaves_kept
 from shared.policy.overload import PAUSE_NEWS_S, Beside, pause_s
 from shared.wire.messages import (
     DecodeReply,
@@ -213,7 +213,8 @@ class DecodeService:
         self.check_room(request)
         ended = False
         try:
-            with self._roles.job(Role.DECODE, request.job.job_id):
+            role = self._roles.role if request.keep_tokens else Role.DECODE
+            with self._roles.job(role, request.job.job_id):
                 reply = await self._admitted(request, call)
             ended = True
             return reply
@@ -340,6 +341,8 @@ class DecodeService:
         ]
         if not stayers:
             return
+        if self._roles.role is Role.PREFILL:
+            self._let_kept_leave()
         info, stats, now_mono = self._info(), self._engine.stats(), time.monotonic()
         token_s, size = self._engine.steps.recent_token_s(), info.block_size
         leavers = leaves_for_memory(
@@ -351,6 +354,15 @@ class DecodeService:
         slow = leaves_for_speed(stayers, token_s / gain, now_mono) if not leavers else None
         if slow is not None:
             self._ask_to_leave(self._active[slow], Leave(LeaveCause.TPOT, tpot_s=token_s / gain))
+
+    def _let_kept_leave(self) -> None:
+        """Ask gateways to have those jobs migrate that a prefill instance is not to decode to their ends."""
+        busy_share, now_mono = self._engine.steps.busy_share, time.monotonic()
+        for job in self._active.values():
+            given = job.context_tokens - job.request.prompt_tokens
+            keep_tokens, tells = job.request.keep_tokens, job.started and job.request.tell_leaves
+            if tells and leaves_kept(given, keep_tokens, busy_share, job.asked_mono, now_mono):
+                self._ask_to_leave(job, Leave(LeaveCause.KEPT))
 
     def move(self, job_id: str, to: str = "") -> None:
         """Ask the gateway of a job to have it migrate to `to`, or to any instance.

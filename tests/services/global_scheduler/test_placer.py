@@ -82,6 +82,7 @@ def test_pulls_and_their_tokens_are_counted() -> None:
     metrics.placed(Route(where[0], where[1], 1_100, "adaptive", prefill_saved=512, decode_saved=1_024, pull=pull), 0.1)
     metrics.placed(Route(None, where[1], 0, "adaptive", decode_saved=256, pull=pull), 0.1)
     metrics.placed(Route(None, where[1], 0, "adaptive", decode_saved=256), 0.1)
+    assert registry.get_sample_value("polyphase_scheduler_kept_answers_total") == 0
     assert registry.get_sample_value("polyphase_scheduler_prefix_pulls_total") == 2
     assert registry.get_sample_value("polyphase_scheduler_prefix_pull_tokens_total") == 512 + 768
 

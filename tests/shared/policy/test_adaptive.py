@@ -9,6 +9,7 @@ from shared.domain.instance import InstanceView
 from shared.domain.job import JobView, Slo
 from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate
+from shared.explain.reasons import phrase
 from shared.policy.adaptive import HOLDERS_PER_ROLE, RANDOM_DECODES, Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.dispatch import DispatchPolicy, PowerOfTwo
 from shared.policy.estimate import DecodeSide, JobContext, PrefillSide
@@ -60,6 +61,53 @@ def test_where_loss_is_allowed_the_transfer_counts_as_it_will_be_coded() -> None
     assert raw == pytest.approx(800 * p().info.kv_bytes_per_token / 5e5)
     assert raw > 1.0
     assert coded == pytest.approx(raw * 4.75 / 16)
+
+
+SLOW: dict[str, object] = busy(400, 1000)  # a token takes 0.14 s there, of a target of 0.1 s
+
+
+def test_an_idle_prefill_instance_keeps_the_answer_where_decodes_are_slow() -> None:
+    migrates = asked(migrates=True)
+    kept = route(migrates, p(), d(**SLOW))
+    assert way(kept) == ("", "p", "none")
+    assert kept.keep_tokens == 2 * 150
+    assert kept.reasons[-1].figures["keep_tokens"] == 300
+    assert "it keeps the answer, at most 300 tokens of it" in phrase(kept.reasons[-1])
+    (only,) = assignments(migrates, kept, 0.0)
+    assert (only.instance_id, only.prefill_tokens, only.decode_tokens, only.coming) == ("p", 800, 800, False)
+
+
+@pytest.mark.parametrize(
+    ("asks", "prefills"),
+    [
+        ({}, p()),  # a job that cannot migrate
+        ({"migrates": True}, p(busy_share=0.6)),  # prompts are computed there most of the time
+        ({"migrates": True}, p(free_blocks=0)),
+    ],
+)
+def test_otherwise_the_answer_is_handed_over(asks: dict[str, bool], prefills: InstanceView) -> None:
+    with_keep, without = (
+        route(asked(**asks), prefills, d(**SLOW), policies=replace_placement(Adaptive(keep=keep)))
+        for keep in (True, False)
+    )
+    assert with_keep == without
+    assert (way(with_keep)[1], with_keep.keep_tokens) == ("d", 0)
+
+
+def test_an_answer_is_not_kept_for_a_small_gain() -> None:
+    assert route(asked(migrates=True), p(), d(**busy(8))).keep_tokens == 0
+
+
+def test_until_the_decode_instance_has_room_the_answer_is_decoded_where_its_prompt_is_computed() -> None:
+    full = d(**busy(64, 900), free_blocks=0, waiting_tokens=60_000)
+    kept = route(asked(migrates=True), p(), full)
+    assert way(kept) == ("", "p", "none")
+    assert kept.has_room
+    assert kept.keep_tokens > 2 * 150
+
+
+def replace_placement(placement: Adaptive) -> Policies:
+    return Policies(placement, AdaptiveSplit(), AdaptiveDispatch())
 
 
 def test_reasons_name_the_terms_and_what_was_predicted() -> None:

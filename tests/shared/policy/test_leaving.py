@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shared.policy.leaving import AGAIN_S, AT_ONCE, Stayer, leaves_for_memory, leaves_for_speed
+from shared.policy.leaving import AGAIN_S, AT_ONCE, KEPT_BUSY, Stayer, leaves_for_memory, leaves_for_speed, leaves_kept
 
 BLOCK = 16
 
@@ -49,3 +49,11 @@ def test_the_longest_of_those_that_miss_their_target_leaves_a_slow_instance() ->
     assert leaves_for_speed(jobs, 0.1, 100.0) is None
     assert leaves_for_speed([replace(jobs[0], asked_s=99.5), *jobs[1:]], 0.2, 100.0) is None
     assert leaves_for_speed([jobs[0], replace(jobs[1], asked_s=98.0)], 0.2, 100.0) == "short"
+
+
+def test_a_kept_answer_leaves_after_its_tokens_or_when_prompts_come() -> None:
+    long_ago = float("-inf")
+    assert not leaves_kept(49, 50, KEPT_BUSY, long_ago, 100.0)
+    assert leaves_kept(50, 50, 0.0, long_ago, 100.0)
+    assert leaves_kept(1, 50, KEPT_BUSY + 0.01, long_ago, 100.0)
+    assert not leaves_kept(50, 50, 1.0, 100.0 - AGAIN_S / 2, 100.0)

@@ -1,14 +1,18 @@
 """Migrations of running decodes in the simulator: when their KV arrives, what they wait for, and for which causes."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from random import Random
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from shared.cost.network import Link
 from shared.domain.instance import Role
-from shared.domain.job import Slo
+from shared.domain.job import JobView, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
+from shared.policy.dispatch import Choice
+from shared.policy.index import ClusterIndex, InstanceIds
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, with_words
@@ -101,6 +105,38 @@ def test_a_decode_leaves_a_slow_instance_for_a_clearly_faster_one() -> None:
         moved, stayed = both(work, [*cluster("fast"), slow], run)
         assert moved.migrations == count
         assert (moved.outcomes.tpot_s[0] < 0.25 * stayed.outcomes.tpot_s[0]) == bool(count)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The prefill instance computes all prompts and keeps so many tokens of each answer."""
+
+    tokens: int
+    name: ClassVar[str] = "keep"
+
+    def choose(self, job: JobView, index: ClusterIndex, exclude: InstanceIds, now: float, rng: Random) -> Choice:
+        return Choice(index.prefill.views[0], keep_tokens=self.tokens)
+
+
+@pytest.mark.parametrize(("keep_tokens", "kept"), [(1000, 299), (299, 299), (100, 116)])
+def test_a_prefill_instance_keeps_the_first_tokens_of_an_answer(keep_tokens: int, kept: int) -> None:
+    """It looks each 0.25 s. After 1.25 s it has decoded 113 tokens; three more come while their KV is copied."""
+    work, run = workload((0.0, 100, 300)), RunSpec(policies=policies(placement=Keep(keep_tokens)))
+    result = simulate(work, cluster("d0"), run)
+    check(result, work)
+    assert [use.decode_tokens for use in result.instances] == [kept, 299 - kept]
+    assert result.migrations == (kept < 299)
+    assert (result.kv_bytes > 0) == (kept < 299)
+    assert result.outcomes.first_token_s[0] == pytest.approx(0.110)
+    assert result.outcomes.last_token_s[0] == pytest.approx(0.110 + 299 * TOKEN_S, abs=0.002)
+
+
+def test_kept_answers_leave_when_prompts_come() -> None:
+    work = workload((0.0, 100, 1000), *((2.0 + number / 10, 100, 1) for number in range(120)))
+    result = simulate(work, cluster("d0"), RunSpec(policies=policies(placement=Keep(2000))))
+    check(result, work)
+    assert result.migrations == 1
+    assert 0 < result.instances[0].decode_tokens < 600
 
 
 def test_without_another_instance_all_stay() -> None:

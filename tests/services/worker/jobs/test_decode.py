@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.worker.engines.base import EngineStats
+from services.worker.engines.base import EngineStats, StepLog
 from services.worker.jobs import decode as decode_side
 from services.worker.kv import holds_exact_kv, may_import
 from shared.domain.instance import Promised, Role
@@ -15,9 +15,10 @@ from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle
 from shared.domain.prompt import packed
 from shared.domain.rates import UNKNOWN_STEPS, Rates
-from shared.errors import Conflict, NoRoom, NotFound
+from shared.errors import Conflict, NoRoom, NotFound, WrongRole
 from shared.policy.overload import Beside, pause_s
 from shared.wire.messages import (
+    DECODE,
     DRAIN,
     EXPECT,
     MOVE,
@@ -297,6 +298,24 @@ async def test_an_operator_moves_a_job_and_it_decodes_on_until_its_gateway_does_
     assert side.call.items[-1].tokens == [5]
     assert not moved.done()
     await cancelled(moved, other)
+
+
+async def test_a_prefill_instance_decodes_the_tokens_that_it_is_to_keep() -> None:
+    side = Side(Role.PREFILL)
+    side.engine.steps = StepLog()
+    with pytest.raises(WrongRole):
+        await side.handlers[DECODE](migrating("all"), cast(ServerCall, Call()))
+    kept = await side.decode(msgspec.structs.replace(migrating("kept"), keep_tokens=3))
+    side.engine.requests[-1].entered()
+    side.engine.step(TokenStep([5, 6], ""))
+    await until(lambda: side.decodes.find("kept").job.has_blocks, "its blocks")
+    side.decodes.look()
+    assert leaves(side) == []
+    side.engine.step(TokenStep([7], ""))
+    side.decodes.look()
+    side.decodes.look()
+    assert leaves(side) == [Leave(LeaveCause.KEPT)]
+    await cancelled(kept)
 
 
 async def test_jobs_that_cannot_be_moved_are_refused_with_the_reason() -> None:
