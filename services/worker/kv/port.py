@@ -338,7 +338,7 @@ class ConnectorPort(KvPort):
         for rank, stats in enumerate(ranks):
             self._staged[rank] = stats.staged_bytes
         self.nixl_failures = sum(stats.nixl_failures for stats in ranks)
-        self.host_block_s = max(stats.host_block_s for stats in ranks)
+        self.host_block_s = max((stats.host_block_s for stats in ranks), default=0.0)
 
 
 def _merged(pulls: list[PullEnded]) -> TransferReport:
