@@ -158,7 +158,8 @@ def bench_prefix(
 def bench_mobility(
     data: DataFolder = DATA,
     section: Annotated[
-        list[str] | None, typer.Option("--sections", help="One of chats, goodput, pulls, migration; may be repeated.")
+        list[str] | None,
+        typer.Option("--sections", help="One of chats, goodput, host, pulls, migration; may be repeated."),
     ] = None,
     results: Annotated[
         Path | None, typer.Option(help="Keep each run of goodput in this file, and continue from its runs.")
@@ -166,7 +167,7 @@ def bench_mobility(
     processes: Processes = 2,
     as_json: Json = False,
 ) -> None:
-    """KV from any instance to any other: chats and goodput simulated, pulls (root) and migrations live."""
+    """KV from any instance to any other: chats, goodput and host tiers simulated, pulls (root) and migrations live."""
     _measure("mobility", as_json, data, section or (), processes=processes, results=results)
 
 

@@ -1,8 +1,8 @@
 """`polyphase bench mobility`: what it brings to move KV between any two instances.
 
 Each section is a function: `chats` simulates clusters whose placement pulls prefixes from the instances that hold them,
-and the same clusters without pulls; `goodput` clusters with and without pulls and migrations. `pulls` and `migration`
-are live.
+and the same clusters without pulls; `goodput` clusters with and without pulls and migrations; `host` a cluster with and
+without host tiers. `pulls` and `migration` are live.
 """
 
 import asyncio
@@ -25,12 +25,13 @@ from benchmarks.pulls import live_pulls
 from benchmarks.results import Aim, Result, aim, at_least, at_most, merged, progress, result, run_parts
 from benchmarks.scenarios import SEED, Scenario, all_scenarios, chat_scenarios, instances, shipped
 from shared.domain.job import Slo
+from shared.domain.prompt import BLOCK_TOKENS
 from shared.sim.cluster import simulate
 from shared.sim.metrics import summary
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import with_words
 from shared.sim.traces import read_trace
-from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations, poisson
 
 WITH = "adaptive"
 WITHOUT = "placement=adaptive:pull=false+split=adaptive+dispatch=adaptive"
@@ -45,6 +46,7 @@ def run_mobility_bench(
     parts: dict[str, Callable[[], Result]] = {
         "chats": partial(simulated_chats, data, processes),
         "goodput": partial(simulated_goodput, results, processes),
+        "host": partial(simulated_host, processes),
         "pulls": live_pulls,
         "migration": live_migrations,
     }
@@ -186,6 +188,103 @@ def _goodputs(kept: Runs, case: Scenario, arms: Mapping[str, str]) -> list[float
     cases = [replace(case, aggregated=arm == "aggregated") for arm in arms]
     served = zip(cases, arms.values(), strict=True)
     return [goodput(kept.meets(one, words, requests), rough, RESOLUTION) for one, words in served]
+
+
+# Host tiers: questions about long documents, whose KV is some times as large as the KV memory of all instances. The
+# popularity of documents follows Zipf's law.
+
+HOST_CLUSTER = "host_tier"
+SIZES = (2, 10)  # of the documents' KV, in units of the KV memory of all instances
+QUESTIONS, CLIENTS = 16_000, 256  # a closed loop; the first half of the requests fills the caches and is not counted
+DOCUMENT_TOKENS, QUESTION_TOKENS, REPLY_TOKENS, ZIPF = 8_192, 192, 128, 0.8
+OPEN_SHARE = 0.9  # of the throughput without a tier: the rate at which TTFT is compared
+UNAWARE = "placement=adaptive:host_tier=false+split=adaptive+dispatch=adaptive"
+TIERS = {"no_tier": WITH, "ignored": UNAWARE, "known": WITH}
+HOST_TABLE = "host tier, simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """A cluster whose documents' KV is `size` times its own. arm: a key of TIERS."""
+
+    size: int
+    arm: str
+
+    def workload(self, count: int) -> Workload:
+        rng, block = np.random.default_rng(SEED), BLOCK_TOKENS
+        documents = round(self.size * sum(node.kv_tokens for node in instances(HOST_CLUSTER)) / DOCUMENT_TOKENS)
+        popularity = np.arange(1, documents + 1) ** -ZIPF
+        asked = rng.choice(documents, count, p=popularity / popularity.sum())
+        shared, own = DOCUMENT_TOKENS // block, QUESTION_TOKENS // block
+        prefixes = tuple(
+            (*range(one * shared, (one + 1) * shared), *range(-row * own - own, -row * own))
+            for row, one in enumerate(asked.tolist())
+        )
+        prompts = np.full(count, DOCUMENT_TOKENS + QUESTION_TOKENS)
+        return Workload("documents", np.zeros(count), prompts, np.full(count, REPLY_TOKENS), prefixes, block)
+
+    def run(self, count: int, rate: float = 0.0) -> "Served":
+        """In a closed loop, or as a Poisson process of that rate."""
+        nodes = instances(HOST_CLUSTER)
+        if self.arm == "no_tier":
+            nodes = tuple(replace(node, limits=replace(node.limits, host=None)) for node in nodes)
+        spec = replace(shipped(HOST_CLUSTER).run, slo=SLO, seed=SEED, concurrency=0 if rate else CLIENTS)
+        work = self.workload(count)
+        seen = simulate(poisson(work, rate, SEED) if rate else work, nodes, with_words(spec, TIERS[self.arm]))
+        return Served.of(seen, count // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The requests from number `first` on. computed_share: of all prompt tokens of the run."""
+
+    per_s: float
+    ttft_mean_s: float
+    ttft_p99_s: float
+    computed_share: float
+
+    @classmethod
+    def of(cls, seen: SimResult, first: int) -> "Served":
+        rows, computed = seen.outcomes, sum(use.prefill_tokens for use in seen.instances)
+        ttft_s = rows.ttft_s[first:]
+        lasted_s = float(np.sort(rows.last_token_s)[-1] - np.sort(rows.last_token_s)[first - 1])
+        return cls(
+            (len(rows.last_token_s) - first) / lasted_s,
+            float(ttft_s.mean()),
+            float(np.percentile(ttft_s, 99)),
+            computed / float(rows.prompt_tokens.sum()),
+        )
+
+
+def simulated_host(processes: int, count: int = QUESTIONS) -> Result:
+    notes = [
+        f"host: questions of {QUESTION_TOKENS} tokens about documents of {DOCUMENT_TOKENS:,} (Zipf {ZIPF:g}), answers "
+        f"of {REPLY_TOKENS}; {CLIENTS} clients in a closed loop, and a Poisson process at {OPEN_SHARE:.0%} of the "
+        f"throughput without a tier; the second half of {count:,} requests"
+    ]
+    cases = [Questions(size, arm) for size in SIZES for arm in TIERS]
+    with ProcessPoolExecutor(processes) as pool:
+        closed = dict(zip(cases, pool.map(partial(Questions.run, count=count), cases), strict=True))
+        rates = [OPEN_SHARE * closed[Questions(case.size, "no_tier")].per_s for case in cases]
+        opened = dict(zip(cases, pool.map(Questions.run, cases, [count] * len(cases), rates), strict=True))
+    figures: dict[str, float] = {}
+    aims: dict[str, Aim] = {}
+    rows: list[Row] = []
+    for case in cases:
+        at, busy, calm = f"host_{case.size}_times_{case.arm}", closed[case], opened[case]
+        row: Row = {"documents": f"{case.size} x KV", "tier": case.arm, "per_s": round(busy.per_s, 2)}
+        row |= {"busy_ttft_mean_s": round(busy.ttft_mean_s, 3), "busy_ttft_p99_s": round(busy.ttft_p99_s, 3)}
+        row |= {"ttft_mean_s": round(calm.ttft_mean_s, 4), "ttft_p99_s": round(calm.ttft_p99_s, 4)}
+        rows.append(row | {"computed_share": round(busy.computed_share, 4)})
+        figures |= {f"{at}_per_s": round(busy.per_s, 3), f"{at}_ttft_mean_s": round(calm.ttft_mean_s, 4)}
+        figures[f"{at}_ttft_p99_s"] = round(calm.ttft_p99_s, 4)
+    for size in SIZES:
+        none, ignored, known = (Questions(size, arm) for arm in TIERS)
+        head = f"host_{size}_times_known"
+        aims[f"{head}_per_s_over_no_tier"] = at_least(1.0, closed[known].per_s / closed[none].per_s)
+        aims[f"{head}_per_s_over_ignored"] = at_least(1.0, closed[known].per_s / closed[ignored].per_s)
+        aims[f"{head}_ttft_over_no_tier"] = at_most(1.0, opened[known].ttft_mean_s / opened[none].ttft_mean_s)
+    return result(figures, aims, notes) | {"tables": {HOST_TABLE: rows}}
 
 
 # Migration: answers on real engines that are moved again and again, and drains and flips beside emulated long streams.

@@ -75,7 +75,7 @@ def _faults_of_compatibility(fits: Compatibility) -> Iterator[str]:
 
 def _faults_of_rates(rates: Rates) -> Iterator[str]:
     forms = () if rates.step is None else (rates.step.prefill, rates.step.decode, rates.step.mixed)
-    at_least_0 = [rates.price_per_hour, *(figure for form in forms for figure in astuple(form))]
+    at_least_0 = [rates.price_per_hour, rates.host_token_s, *(figure for form in forms for figure in astuple(form))]
     positive = [rates.weight] if rates.step is None else [rates.weight, rates.step.gain]
     if rates.link is not None:
         at_least_0.append(rates.link.latency_s)

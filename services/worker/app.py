@@ -145,12 +145,21 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
     async with AsyncExitStack() as stack:
         sockets = Sockets.from_settings(settings)
         stack.callback(sockets.close)
-        roles, known, prefixes = RoleState(settings.role), KnownRates(), PrefixFeed(generation)
+        roles, known, prefixes = (
+            RoleState(settings.role),
+            KnownRates(),
+            PrefixFeed(generation, tiered=settings.host_kv_bytes > 0),
+        )
         engine, engine_info, kv = await start_engine(settings, generation, known.step, prefixes.receive, stack)
         tasks = await stack.enter_async_context(background())
         kv.start(tasks)
         info = instance_info(settings, engine_info, generation)
-        rates = known.rates = LiveRates(settings, info, engine.steps, engine.set_chunk_size)
+
+        def host_token_s() -> float:
+            block_tokens = engine.stats().host.block_tokens
+            return kv.host_block_s / block_tokens if block_tokens else 0.0
+
+        rates = known.rates = LiveRates(settings, info, engine.steps, engine.set_chunk_size, host_token_s)
         # Each start of each instance draws random numbers of its own, unless a seed is set.
         seed = f"{settings.instance_id}:{generation}" if settings.policy_seed is None else settings.policy_seed
         dispatcher = Dispatcher(seed)

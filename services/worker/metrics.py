@@ -107,6 +107,10 @@ class WorkerMetrics(Collector):
             "staged_bytes": ("KV that waits for an importer.", load.staged_bytes),
             "inbound_bytes": ("KV on its way here.", load.inbound_bytes),
             "host_kv_bytes": ("KV in host memory that left the engine's cache.", stats.host.held_bytes),
+            "host_load_token_seconds": (
+                "Seconds by which a prompt token that is loaded from host memory makes a step longer.",
+                self._telemetry.info.rates.host_token_s,
+            ),
             "chunk_tokens": ("Tokens that a step may hold.", self._telemetry.info.chunk_size),
             "sessions": ("Sessions whose KV is kept until their next turn.", stats.sessions),
             "session_blocks": ("KV blocks that are kept for them.", stats.session_blocks),

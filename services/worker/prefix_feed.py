@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from services.worker.engines.base import BlockName, BlocksCleared, BlocksKept, BlocksRemoved, BlocksStored, CacheEvent
 from services.worker.kv import holds_exact_kv
 from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, TOKEN_BYTES, PrefixDelta, next_hash, packed, root_hash
-from shared.policy.reachable_blocks import ReachableBlocks
+from shared.policy.reachable_blocks import CacheChanges, TieredBlocks
 from shared.wire.messages import PrefixesRequest
 from shared.wire.rpc_server import ServerCall
 
@@ -22,8 +22,9 @@ MAX_MESSAGE_BLOCKS = 8_192  # of one message: 74 KB
 class PrefixFeed:
     """Serves `prefixes`. Nothing is sent while nothing changes, and no timer runs without a subscriber."""
 
-    def __init__(self, generation: int) -> None:
-        self.held = HeldPrefixes()
+    def __init__(self, generation: int, *, tiered: bool = False) -> None:
+        """tiered: whether blocks may lie in host memory."""
+        self.held = HeldPrefixes(tiered=tiered)
         self._generation = generation
         self._subscriptions: set[_Subscription] = set()
         self._loop = asyncio.get_running_loop()
@@ -39,7 +40,7 @@ class PrefixFeed:
         """The RPC method: lasts until the caller is gone or cancels, or its deadline has passed."""
         self._publish()  # pending changes go to the present subscribers; for the new one they are part of the snapshot
         subscription = _Subscription(call, self._generation)
-        subscription.publish(list(self.held.reachable.blocks), [])
+        subscription.publish(self.held.reachable.snapshot())
         self._subscriptions.add(subscription)
         try:
             await self._loop.create_future()
@@ -50,10 +51,10 @@ class PrefixFeed:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        added, removed = self.held.reachable.take_changes()
-        if added or removed:
+        changes = self.held.reachable.take_changes()
+        if any(changes):
             for subscription in self._subscriptions:
-                subscription.publish(added, removed)
+                subscription.publish(changes)
 
 
 class _Subscription:
@@ -64,17 +65,20 @@ class _Subscription:
         self._generation = generation
         self._sequence = 0
 
-    def publish(self, added: list[int], removed: list[int]) -> None:
+    def publish(self, changes: CacheChanges) -> None:
         """Send changes, in as many messages as needed; the first message is sent even if it is empty."""
-        for part in _parts(removed):
-            self._send([], part)
-        for part in _parts(added):
-            self._send(part, [])
+        for part in _parts(changes.removed):
+            self._send(removed=part)
+        for part in _parts(changes.added):
+            self._send(added=part)
+        for part in _parts(changes.hosted):
+            self._send(hosted=part)
         if not self._sequence:
-            self._send([], [])
+            self._send()
 
-    def _send(self, added: list[int], removed: list[int]) -> None:
-        self._call.send(PrefixDelta(self._generation, self._sequence, added, removed, starts=not self._sequence))
+    def _send(self, added: Sequence[int] = (), removed: Sequence[int] = (), hosted: Sequence[int] = ()) -> None:
+        starts = not self._sequence
+        self._call.send(PrefixDelta(self._generation, self._sequence, [*added], [*removed], starts, [*hosted]))
         self._sequence += 1
 
 
@@ -89,13 +93,14 @@ class HeldPrefixes:
     no other request may find.
     """
 
-    def __init__(self, block_tokens: int = BLOCK_TOKENS, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS, max_blocks: int = MAX_BLOCKS, *, tiered: bool = False) -> None:
         self._block_tokens = block_tokens
         self._width = block_tokens * TOKEN_BYTES
         self._max_blocks = max_blocks
         self._nodes: dict[BlockName, _Node] = {}
         self._whole: Counter[int] = Counter()  # by prefix block, its covers that lack nothing
-        self.reachable = ReachableBlocks()
+        self._on_device: Counter[int] = Counter()  # by prefix block, its covers of which all lies on the accelerator
+        self.reachable = TieredBlocks(tiered=tiered)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -106,14 +111,15 @@ class HeldPrefixes:
             self._stored(event)
         elif isinstance(event, BlocksRemoved):
             for name in event.blocks:
-                self._removed(name)
+                self._removed(name, host=event.host)
         elif isinstance(event, BlocksKept):
             for name in event.blocks:
                 if (node := self._nodes.get(name)) is not None and node.copies:
-                    node.copies += 1
+                    self._add_copy(node, host=event.host)
         elif isinstance(event, BlocksCleared):
             self._nodes.clear()
             self._whole.clear()
+            self._on_device.clear()
             self.reachable.clear()
 
     def _stored(self, event: BlocksStored) -> None:
@@ -132,10 +138,18 @@ class HeldPrefixes:
                 begun = [(token - at * size, digest) for token, digest in event.begun if token // size == at]
                 self._place(name, node, end, data[at * width : (at + 1) * width], begun)
             end = node.end or end
-            node.copies += 1
-            if node.copies == 1:
-                for cover in node.covers:
-                    self._lacks(cover, -1)
+            self._add_copy(node, host=False)
+
+    def _add_copy(self, node: "_Node", *, host: bool) -> None:
+        node.copies += 1
+        if node.copies == 1:
+            for cover in node.covers:
+                self._lacks(cover, -1)
+        if host:
+            node.hosted += 1
+        elif node.copies - node.hosted == 1 and self.reachable.tiered:
+            for cover in node.covers:
+                self._leaves(cover, -1)
 
     def _end_of(self, event: BlocksStored) -> "_End | None":
         if event.parent is None:
@@ -158,16 +172,23 @@ class HeldPrefixes:
             ending.append(cover)
             for part in parts:
                 self._nodes.setdefault(part, _Node()).covers[cover] = None
-            cover.lacking = sum(not self._nodes[part].copies for part in parts)
+            nodes = [self._nodes[part] for part in parts]
+            cover.lacking = sum(not node.copies for node in nodes)
+            cover.away = sum(node.copies == node.hosted for node in nodes)
             rest, parts, depth = rest[self._width :], (name,), depth + 1
         node.ending = tuple(ending)
         node.end = _End(last, depth, rest, parts if rest else (), items)
 
-    def _removed(self, name: BlockName) -> None:
+    def _removed(self, name: BlockName, *, host: bool) -> None:
         node = self._nodes.get(name)
         if node is None or not node.copies:
             return
         node.copies -= 1
+        if host and node.hosted:
+            node.hosted -= 1
+        elif node.copies == node.hosted and self.reachable.tiered:
+            for cover in node.covers:
+                self._leaves(cover, 1)
         if node.copies:
             return
         for cover in node.covers:
@@ -189,12 +210,25 @@ class HeldPrefixes:
         cover.lacking += more
         if not cover.lacking:
             self._whole[cover.block] += 1
-            self.reachable.hold(cover.block, cover.parent)
+            self.reachable.every.hold(cover.block, cover.parent)
         elif was_whole:
             self._whole[cover.block] -= 1
             if not self._whole[cover.block]:
                 del self._whole[cover.block]
-                self.reachable.drop(cover.block)
+                self.reachable.every.drop(cover.block)
+
+    def _leaves(self, cover: "_Cover", more: int) -> None:
+        """`more` of its parts are not on the accelerator any more, or fewer."""
+        was_whole = not cover.away
+        cover.away += more
+        if not cover.away:
+            self._on_device[cover.block] += 1
+            self.reachable.device.hold(cover.block, cover.parent)
+        elif was_whole:
+            self._on_device[cover.block] -= 1
+            if not self._on_device[cover.block]:
+                del self._on_device[cover.block]
+                self.reachable.device.drop(cover.block)
 
 
 class _End:
@@ -222,29 +256,30 @@ class _End:
 
 
 class _Cover:
-    """A prefix block as it lies in blocks of the engine; `lacking` counts those of `parts` that are not held.
+    """A prefix block as it lies in blocks of the engine; `lacking` counts those of `parts` that are not held, `away`
+    those that are not on the accelerator.
 
     A prefix block may have several covers: what follows it in the engine's last block differs.
     """
 
-    __slots__ = ("block", "lacking", "parent", "parts")
+    __slots__ = ("away", "block", "lacking", "parent", "parts")
 
     def __init__(self, block: int, parent: int | None, parts: tuple[BlockName, ...]) -> None:
         self.block = block
         self.parent = parent
         self.parts = parts
-        self.lacking = len(parts)
+        self.lacking = self.away = len(parts)
 
 
 class _Node:
-    """A block of the engine: `copies` that are held, the `covers` of which it is a part, and of these, those that
-    end in it.
+    """A block of the engine: `copies` that are held, of these the ones in host memory (`hosted`), the `covers` of which
+    it is a part, and of these, those that end in it.
     """
 
-    __slots__ = ("copies", "covers", "end", "ending")
+    __slots__ = ("copies", "covers", "end", "ending", "hosted")
 
     def __init__(self) -> None:
-        self.copies = 0
+        self.copies = self.hosted = 0
         self.end: _End | None = None
         self.covers: dict[_Cover, None] = {}
         self.ending: tuple[_Cover, ...] = ()

@@ -127,8 +127,9 @@ class WorkerSettings(TracedSettings):
             raise ValueError("\n".join(f"engine_args: {fault}" for fault in faults))
         if self.lora.enabled and self.engine == "emulated":
             raise ValueError("lora: an emulated engine has no adapters: use `engine: vllm`, or leave `lora` out")
-        if self.host_kv_bytes and self.engine == "emulated":
-            raise ValueError("host_kv_bytes: an emulated engine has no host tier: use `engine: vllm`, or leave it out")
+        caches = self.emulated_prefix_cache and self.pipeline_parallel == 1
+        if self.host_kv_bytes and self.engine == "emulated" and not caches:
+            raise ValueError("host_kv_bytes: this emulated engine has no prefix cache: leave it out")
         if self.weights and self.engine == "emulated":
             raise ValueError("weights: an emulated engine loads none: use `emulated_precision`")
         if self.emulated_precision and self.engine != "emulated":

@@ -35,7 +35,7 @@ class LiveRates:
     """The rates of this instance, corrected by its own steps and imports.
 
     `learn` is called from time to time; `to_publish` returns what the next heartbeat carries. use_chunk: called with
-    each chunk size.
+    each chunk size. host_token_s: of the rates, as measured by now; 0: not measured.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class LiveRates:
         info: InstanceInfo,
         steps: StepLog,
         use_chunk: Callable[[int], None] = lambda _: None,
+        host_token_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.start = start = info.rates.step or catalogue_steps(settings)
         self.current = msgspec.structs.replace(info.rates, step=start)
         self.chunk = ChunkSize(settings, start, use_chunk)
         self._steps = steps
+        self._host_token_s = host_token_s
         self._lanes = settings.pipeline_parallel  # batches in flight: each step has that share of the decodes
         self._next_step = self._decodes = self._accepted = 0
         self._learner = StepLearner(start, settings.step_tokens, settings.max_seqs)
@@ -86,6 +88,8 @@ class LiveRates:
             learned = self._learner.rates(steps[-1].ended_s)
             self.chunk.follow(learned)
             self.current = msgspec.structs.replace(self.current, step=learned)
+        if host_token_s := self._host_token_s():
+            self.current = msgspec.structs.replace(self.current, host_token_s=host_token_s)
         if (link := self._link.rate) is not None:
             self.current = msgspec.structs.replace(self.current, link=link)
 
@@ -168,7 +172,8 @@ def _alike(one: Rates, other: Rates) -> bool:
     """Whether a scheduler would predict about the same times."""
     if one.step is None or other.step is None or one.link != other.link:
         return one == other
-    pairs = zip(_usual_steps_s(one.step), _usual_steps_s(other.step), strict=True)
+    pairs = [*zip(_usual_steps_s(one.step), _usual_steps_s(other.step), strict=True)]
+    pairs.append((one.host_token_s, other.host_token_s))
     return all(abs(a - b) <= PUBLISHED_CHANGE * max(abs(a), abs(b)) for a, b in pairs)
 
 

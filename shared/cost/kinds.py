@@ -17,6 +17,7 @@ from shared.domain.rates import StepRates
 from shared.errors import Incompatible, InvalidRequest
 
 HOP_LATENCY_S = 1e-4  # default latency of activations from stage to stage
+HOST_EFFICIENCY = 0.8  # of the link to host memory, which copies of whole blocks reach: ours, not measured
 _ACTIVATION_BYTES = 2.0  # of an element that goes from stage to stage
 
 
@@ -123,6 +124,18 @@ class EngineModels:
             f"{self.geometry.name} does not fit {kind}: weights of {weights:.1f} GB in {utilisation * room / 1e9:.1f} "
             f"GB leave KV for {max(0, tokens) // kind.lanes} tokens of a request, which may need {longest_tokens}"
         )
+
+    def host_token_s(self, kind: EngineKind) -> float:
+        """Seconds to copy the KV of a token between the accelerators and host memory: those of the slowest stage."""
+        width = bytes_of(self.kv_dtype(kind))
+
+        def of_stage(stage: Stage) -> float:
+            part = self.geometry.part(stage.layers)
+            share = 1.0 if part.latent else max(1.0 / kind.tensor_parallel, 1.0 / part.kv_heads)  # of one rank
+            rate = HOST_EFFICIENCY * self.device(stage.accelerator).links.pcie
+            return part.kv_bytes_per_token(width) * share / rate
+
+        return max(map(of_stage, kind.stages))
 
     def step_rates(self, kind: EngineKind, chunk: int, decodes: int = 128) -> StepRates:
         """The step cost that policies know, over steps of up to `chunk` tokens and `decodes` decodes."""

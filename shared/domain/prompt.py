@@ -89,7 +89,9 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An instance's report of blocks that it holds from now on, and of blocks that it holds no longer.
 
     `sequence` counts from 0; the first report has `starts`, which voids all earlier ones. Removals apply first; in
-    `added` a block comes after the one that it follows in its prompt.
+    `added` a block comes after the one that it follows in its prompt. Added blocks lie on the accelerator, or again
+    there, except for those in `hosted`: these lie in host memory from now on, or follow one that does, so that they are
+    loaded before they are of use.
     """
 
     generation: int  # of the instance: after a restart it holds no blocks
@@ -97,6 +99,7 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     added: list[int] = []
     removed: list[int] = []
     starts: bool = False
+    hosted: list[int] = []
 
 
 def block_hashes(

@@ -127,7 +127,8 @@ class Rates(msgspec.Struct, frozen=True):
 
     link: of KV that comes or goes. codecs: by name, what coding costs its processors; a codec without an entry is taken
     to cost nothing. price_per_hour: USD for the whole instance. weight: its share of the requests under weighted
-    placement. Earlier releases also published `prefill`, `chunked` and `batch`, the costs of papers, which
+    placement. host_token_s: seconds that a step takes longer for a prompt token whose KV is loaded from host memory; 0
+    without a host tier. Earlier releases also published `prefill`, `chunked` and `batch`, the costs of papers, which
     `shared.policy.papers.costs` derives from `step`; readers ignore these fields.
     """
 
@@ -136,3 +137,4 @@ class Rates(msgspec.Struct, frozen=True):
     codecs: dict[str, CodecRate] = {}
     price_per_hour: float = 0.0
     weight: float = 1.0
+    host_token_s: float = 0.0

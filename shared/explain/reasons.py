@@ -145,6 +145,7 @@ def _plain(value: float | str) -> str:
 def _adaptive(figures: Figures) -> str:
     said = [_ahead(figures, "wait_s", "runner_up_wait_s", "of work ahead", "nothing ahead of it")]
     said += [_filled("it holds {saved_tokens:tokens} of this prompt", figures)] if figures.get("saved_tokens") else []
+    said += [_filled("{host_tokens:tokens} of it lie in its host memory: loading takes {host_load_s:s}", figures)]
     said += [_pulled(figures)]
     said += [_filled("it keeps the answer, at most {keep_tokens:tokens} of it", figures)]
     said += [_filled("first token expected after {ttft_s:s}, then one each {tpot_s:s}", figures)]

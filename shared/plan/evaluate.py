@@ -272,7 +272,9 @@ def repeated(workload: Workload, count: int) -> Workload:
         prompt_tokens=workload.prompt_tokens[at],
         output_tokens=workload.output_tokens[at],
         prefixes=prefixes,
+        answers=None,
         mix=None,
+        sessions=None,
     )
 
 

@@ -300,7 +300,9 @@ def fitting(workload: Workload, longest: int) -> Workload:
         prompt_tokens=workload.prompt_tokens[fits],
         output_tokens=workload.output_tokens[fits],
         prefixes=None,
+        answers=None,
         mix=None,
+        sessions=None,
     )
 
 

@@ -50,8 +50,10 @@ class Adaptive(JointPlacement):
     and how much more likely the requests that it delays miss theirs: in the prefill queue, on the links, in decode
     steps and for lack of KV memory. With `pull`, the instance that computes the beginning of the prompt may pull its
     prefix from a holder (`prefix_pull`). With `sessions`, the instances of the last turn of the job's session are
-    candidates, too, and hold what that turn left there also before they have reported it (`sessions`). With `keep`,
-    the best prefill instance may decode the answer of a job that can migrate, or its first tokens.
+    candidates, too, and hold what that turn left there also before they have reported it (`sessions`). With
+    `host_tier`, prefixes in the host memory of an instance count as held there, at the time of their loading; without
+    it they do not count. With `keep`, the best prefill instance may decode the answer of a job that can migrate, or its
+    first tokens.
     Beside another split or dispatch policy than the adaptive ones, it keeps to what that policy says and decides on
     the rest.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
@@ -62,6 +64,7 @@ class Adaptive(JointPlacement):
     candidates: int = 4
     pull: bool = True
     sessions: bool = True
+    host_tier: bool = True
     keep: bool = True
 
     def __post_init__(self) -> None:
@@ -74,7 +77,7 @@ class Adaptive(JointPlacement):
         self, job: JobView, index: ClusterIndex, policies: Policies, exclude: InstanceIds, now: float, rng: Random
     ) -> Choice | None:
         split, dispatch = policies.split, policies.dispatch
-        reported = dict(index.prefixes.holders(job.prefix, HOLDERS_LOOKED_UP)) if job.prefix else {}
+        reported, hosted = _reported(job, index, host_tier=self.host_tier)
         last = index.ledger.sessions.held(job, index.prefixes, now) if self.sessions and job.session else {}
         holders = _merged(reported, last) if last else reported
         if isinstance(dispatch, AdaptiveDispatch):
@@ -85,17 +88,19 @@ class Adaptive(JointPlacement):
         if not views:
             return None
         prefills = [
-            PrefillSide(view, _saved(job, index, view, holders))
+            PrefillSide(view, *_saved(job, index, view, holders, hosted))
             for view in ([] if index.coupled else _prefill_candidates(job, index, holders, exclude, self.candidates))
         ]
         spread_s = mean_wait_s(prefills)
         context = JobContext.learned(job, index.ledger, now, limited=index.limited, spread_s=spread_s)
         mixed = _mixed_shares(views, holders) if index.coupled and holders else {}
-        decodes = [
-            DecodeSide(view, context, _saved(job, index, view, holders), mixed.get(view.info.instance_id))
-            for view in views
-        ]
-        pulls = holders_of(index, holders, exclude) if self.pull and holders and not job.local_only else []
+        decodes = []
+        for view in views:
+            saved, loaded = _saved(job, index, view, holders, hosted)
+            decodes.append(DecodeSide(view, context, saved, mixed.get(view.info.instance_id), loaded))
+        pulls = (
+            holders_of(index, holders, exclude, hosted or {}) if self.pull and holders and not job.local_only else []
+        )
         if pulls:
             offer_pulls(pulls, prefills, context)
             offer_pulls(pulls, decodes, context)
@@ -231,15 +236,37 @@ def _usable_holders(
     return found
 
 
-def _saved(job: JobView, index: ClusterIndex, view: InstanceView, holders: Mapping[str, int]) -> int:
-    """Prompt tokens whose KV the instance holds.
+Hosted = Mapping[str, int] | None  # by instance, held tokens in host memory; None: these do not count as held
+
+
+def _reported(job: JobView, index: ClusterIndex, *, host_tier: bool) -> tuple[dict[str, int], Hosted]:
+    """The instances that hold most of the prompt's prefix, the longest run first."""
+    if not job.prefix:
+        return {}, {}
+    held = dict(index.prefixes.holders(job.prefix, HOLDERS_LOOKED_UP))
+    found = ((one, index.prefixes.hosted_tokens(one, job.prefix, tokens)) for one, tokens in held.items())
+    hosted = {one: tokens for one, tokens in found if tokens}
+    if host_tier:
+        return held, hosted
+    return _merged({one: tokens - hosted.get(one, 0) for one, tokens in held.items()} if hosted else held, {}), None
+
+
+def _saved(
+    job: JobView, index: ClusterIndex, view: InstanceView, holders: Mapping[str, int], hosted: Hosted
+) -> tuple[int, int]:
+    """Prompt tokens whose KV the instance holds, and of these the ones that it loads from host memory.
 
     The prefix index is searched only when `holders` is full: a shorter list names every instance that holds any.
     """
-    held = holders.get(view.info.instance_id, 0)
+    instance_id = view.info.instance_id
+    held, loaded = holders.get(instance_id, 0), hosted.get(instance_id, 0) if hosted else 0
     if not held and len(holders) >= HOLDERS_LOOKED_UP:
-        held = index.prefixes.held_tokens(view.info.instance_id, job.prefix)
-    return saved_of(held, view, job.prompt_tokens) if held else 0
+        held = index.prefixes.held_tokens(instance_id, job.prefix)
+        loaded = index.prefixes.hosted_tokens(instance_id, job.prefix, held)
+        if hosted is None:
+            held, loaded = held - loaded, 0
+    saved = saved_of(held, view, job.prompt_tokens) if held else 0
+    return saved, min(saved, loaded)
 
 
 def _merged(reported: Mapping[str, int], last: Mapping[str, int]) -> dict[str, int]:
@@ -322,6 +349,9 @@ def _comparison(best: Option, index: ClusterIndex) -> Figures:
         "wait_s": round(side.wait_s, 4),
         "saved_tokens": side.saved,
     }
+    if side.loaded:
+        load_s = side.view.info.rates.host_token_s * side.loaded
+        figures |= {"host_tokens": side.loaded, "host_load_s": round(load_s, 6)}
     if prefill is None:
         return figures
     waiting = (

@@ -126,13 +126,18 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 class PrefillSide:
     """An instance that would compute the prompt or its first part: its queue, and the cost of a token there.
 
-    `saved` tokens of the prompt are in its prefix cache. pull: what it could pull, and is considered.
+    `saved` tokens of the prompt are in its prefix cache; it loads the last `loaded` of these from its host memory.
+    pull: what it could pull, and is considered.
     """
 
-    __slots__ = ("chunk", "form", "instance_id", "jobs", "kv_bytes", "pull", "saved", "sends_s", "view", "wait_s")
+    __slots__ = (
+        *("chunk", "form", "instance_id", "jobs", "kv_bytes", "load_token_s", "loaded", "pull", "saved", "sends_s"),
+        *("view", "wait_s"),
+    )
 
-    def __init__(self, view: InstanceView, saved: int = 0) -> None:
+    def __init__(self, view: InstanceView, saved: int = 0, loaded: int = 0) -> None:
         info, load = view.info, view.load
+        self.loaded, self.load_token_s = loaded, info.rates.host_token_s
         form, link = (info.rates.step or UNKNOWN_STEPS).prefill, info.rates.link
         self.view, self.instance_id, self.saved = view, info.instance_id, saved
         self.form, self.chunk = form, max(1, info.chunk_size)
@@ -156,7 +161,12 @@ class PrefillSide:
         fresh = tokens - saved
         # Behind others, a prompt's last chunk shares its step with the next prompt's first.
         steps = (fresh / chunk if fresh > chunk else 1.0) if self.jobs else -(-fresh // chunk)
-        return form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
+        own_s = form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
+        return own_s + self.loading_s(tokens) if self.loaded else own_s
+
+    def loading_s(self, tokens: int) -> float:
+        """Seconds to load what the instance has of the first `tokens` in host memory."""
+        return self.load_token_s * max(0, min(tokens, self.saved) - (self.saved - self.loaded))
 
     def part(self, tokens: int, others: Slo, pull: Pull | None = None) -> Part:
         """The first `tokens` of the prompt. As many requests as are queued now are taken to arrive behind the job."""
@@ -198,17 +208,20 @@ _Occupancy = tuple[int, float, float]
 class DecodeSide:
     """An instance that would decode the job and may compute the rest of its prompt: what does not depend on how much.
 
-    `saved` tokens of the prompt are in its prefix cache. mixed: share of the coming steps that compute prompts; None:
-    estimated from the last steps and the queue. pull: what it could pull if it computes the whole job, and is
-    considered.
+    `saved` tokens of the prompt are in its prefix cache; it loads the last `loaded` of these from its host memory,
+    which takes `load_s`. mixed: share of the coming steps that compute prompts; None: estimated from the last steps and
+    the queue. pull: what it could pull if it computes the whole job, and is considered.
     """
 
-    def __init__(self, view: InstanceView, context: JobContext, saved: int = 0, mixed: float | None = None) -> None:
+    def __init__(
+        self, view: InstanceView, context: JobContext, saved: int = 0, mixed: float | None = None, loaded: int = 0
+    ) -> None:
         job, own, usual, slo = context.job, context.own, context.usual, context.others
         info, load, prompt = view.info, view.load, job.prompt_tokens
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
         token, seats = rates.per_token, info.max_seqs or ENDLESS
         self.view, self.context, self.saved, self.link = view, context, saved, link
+        self.loaded, self.load_s = loaded, info.rates.host_token_s * loaded
         self.pull: Pull | None = None
         self.inbound_s = load.inbound_bytes / link.bytes_s if link is not None else 0.0  # KV on its way to it
         self.queued_jobs = load.queued_prefill
@@ -288,13 +301,15 @@ class DecodeSide:
         """
         slo, usual = self.context.others, self.context.usual
         saved = self.saved if saved is None else saved
+        load_s = self.load_s if saved else 0.0
         if pull is not None:
             saved = pull.tokens
         before = before if before > saved else saved
         rest = self.context.job.prompt_tokens - before
-        others = stall_s = rest_s = 0.0
+        others = rest_s = 0.0
+        stall_s = load_s  # by which the decodes there are delayed
         if rest > 0:
-            own_s = self._rest_s(before, rest)
+            own_s = self._rest_s(before, rest) + load_s
             stall_s = max(0.0, own_s - -(-rest // self.budget) * self.step_s)
             rest_s = self.wait_s + own_s
             if self.queued_jobs:
@@ -332,7 +347,7 @@ class DecodeSide:
         """
         if saved is None:
             saved = self.saved
-        return self._rest_s(saved, tokens - saved)
+        return self._rest_s(saved, tokens - saved) + self.load_s
 
     def _rest_s(self, before: int, rest: int) -> float:
         """Seconds to compute `rest` tokens of the prompt after `before` others."""
@@ -530,7 +545,7 @@ def kept_options(best: Option) -> list[Option]:
     busy = prefill.view.load.busy_share
     if busy > KEEP_BUSY:
         return []
-    side = DecodeSide(prefill.view, context, prefill.saved, busy)
+    side = DecodeSide(prefill.view, context, prefill.saved, busy, prefill.loaded)
     lengths = {ceil(KEPT_LENGTHS * context.own.mean)}
     if decode.room_s > HOLD_S and side.after_s > 0.0:
         lengths.add(ceil(decode.room_s / side.after_s))

@@ -23,7 +23,7 @@ from shared.policy.decode_admission import Ahead, ahead_of, fits_after, takes_to
 from shared.policy.estimate import ENDLESS, HOLD_S, DecodeSide, JobContext, Option, PrefillSide, local, pair
 from shared.policy.index import ClusterIndex, InstanceIds
 from shared.policy.placement import Placed, Policies, place
-from shared.policy.saved_tokens import saved_tokens
+from shared.policy.saved_tokens import loaded_tokens, saved_tokens
 
 LOOKS = 3  # other routes that are tried for a job of a class that yields
 QUEUE_S = 0.5  # of prefill that delayed classes may queue: enough to keep an instance busy until they ask again
@@ -267,13 +267,15 @@ class _Decision:
         if view is None:
             return None
         context = JobContext.learned(job, index.ledger, self.now, limited=index.limited)
-        decode = DecodeSide(view, context, saved_tokens(index.prefixes, view, job))
+        saved = saved_tokens(index.prefixes, view, job)
+        decode = DecodeSide(view, context, saved, loaded=loaded_tokens(index.prefixes, view, job, saved))
         if route.prefill is None:
             return local(decode, decode.terms(0))
         computes = index.prefill.get(route.prefill.instance_id)
         if computes is None:
             return None
-        prefill = PrefillSide(computes, saved_tokens(index.prefixes, computes, job))
+        saved = saved_tokens(index.prefixes, computes, job)
+        prefill = PrefillSide(computes, saved, loaded_tokens(index.prefixes, computes, job, saved))
         return pair(prefill, prefill.part(route.split, context.others), decode, decode.terms(route.split))
 
     def _room_for(self, others: Slo) -> float:

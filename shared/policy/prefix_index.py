@@ -35,13 +35,14 @@ def run_length(prefix: Sequence[int], is_outside: Callable[[int], bool], start: 
 class _Instance:
     """The blocks of one instance, and the report that must come next."""
 
-    __slots__ = ("blocks", "generation", "instance_id", "next_sequence", "single")
+    __slots__ = ("blocks", "generation", "hosted", "instance_id", "next_sequence", "single")
 
     def __init__(self, instance_id: str, generation: int) -> None:
         self.instance_id = instance_id
         self.generation = generation
         self.next_sequence = 0
         self.blocks: dict[int, None] = {}  # in the order of the reports
+        self.hosted: set[int] = set()  # of these, those in host memory, and those behind them in a prompt
         self.single = (instance_id,)  # the holders of all blocks that only this instance holds
 
 
@@ -84,6 +85,7 @@ class _HolderTable:
         for block in blocks:
             if block in held:
                 del held[block]
+                instance.hosted.discard(block)
                 self.count -= 1
                 self._remove_holder(block, instance.instance_id)
 
@@ -93,6 +95,7 @@ class _HolderTable:
             self._remove_holder(block, instance.instance_id)
         self.count -= len(instance.blocks)
         instance.blocks.clear()
+        instance.hosted.clear()
 
     def _remove_holder(self, block: int, instance_id: str) -> None:
         holders = self._by_block[block]
@@ -150,12 +153,15 @@ class PrefixIndex:
         instance.next_sequence += 1
         table, blocks = self._table, instance.blocks
         table.remove(instance, delta.removed)
+        if instance.hosted:
+            instance.hosted.difference_update(delta.added)
         for block in delta.added:
             if block in blocks:
                 continue
             if table.count >= self._max_blocks and not self._make_room(instance):
                 break
             table.add(instance, block)
+        instance.hosted.update(block for block in delta.hosted if block in blocks)
         return True
 
     def replace(self, instance_id: str, generation: int, blocks: Sequence[int]) -> None:
@@ -177,6 +183,19 @@ class PrefixIndex:
         if not prefix or prefix[0] not in blocks:  # the most frequent case, so it is tested first
             return 0
         return run_length(prefix, lambda block: block not in blocks, 1, len(prefix)) * self.block_tokens
+
+    def hosted_tokens(self, instance_id: str, prefix: Sequence[int], held: int) -> int:
+        """Of the first `held` tokens of `prefix`, which the instance holds, those that it loads from host memory.
+
+        The run invariant holds for the blocks on the accelerator, too: one that follows a block in host memory counts
+        as there.
+        """
+        instance = self._instances.get(instance_id)
+        if instance is None or not instance.hosted:
+            return 0
+        hosted = instance.hosted
+        end = held // self.block_tokens
+        return (end - run_length(prefix, lambda block: block in hosted, 0, end)) * self.block_tokens
 
     def holders(self, prefix: Sequence[int], limit: int) -> list[tuple[str, int]]:
         """The instances with the longest runs of `prefix`, at most `limit`, longest first, with the tokens that they

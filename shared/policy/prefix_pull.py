@@ -29,12 +29,15 @@ def gather_s(wire_bytes: float, ranks: int) -> float:
 
 
 class Holder:
-    """An instance that holds the first `tokens` of the prompt: when it could export them, and whom that delays."""
+    """An instance that holds the first `tokens` of the prompt, the last `hosted` of these in host memory: when it could
+    export them, and whom that delays.
+    """
 
-    __slots__ = ("begins_s", "decodes", "jobs", "kv_bytes", "sends_s", "step_s", "tokens", "view", "wait_s")
+    __slots__ = ("begins_s", "decodes", "hosted", "jobs", "kv_bytes", "sends_s", "step_s", "tokens", "view", "wait_s")
 
-    def __init__(self, view: InstanceView, tokens: int) -> None:
+    def __init__(self, view: InstanceView, tokens: int, hosted: int = 0) -> None:
         info, load = view.info, view.load
+        self.hosted = hosted
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
         self.view, self.tokens, self.kv_bytes = view, tokens, info.kv_bytes_per_token
         self.decodes = decodes = min(load.decoding, info.max_seqs or load.decoding)
@@ -65,7 +68,10 @@ class Holder:
         return ROUND_TRIPS_S + self.begins_s + (moved_s if moved_s > gathered_s else gathered_s)
 
     def gather_s(self, tokens: int) -> float:
-        return gather_s(tokens * self.kv_bytes, self.view.info.tensor_parallel)
+        """Of the last `tokens`; those in host memory are loaded first."""
+        info = self.view.info
+        seconds = gather_s(tokens * self.kv_bytes, info.tensor_parallel)
+        return seconds + info.rates.host_token_s * min(tokens, self.hosted) if self.hosted else seconds
 
     def others(self, tokens: int, context: JobContext) -> float:
         """The cost to the decodes here and to the prompts that wait here, which the gathering of `tokens` delays."""
@@ -79,9 +85,12 @@ class Holder:
         return cost
 
 
-def holders_of(index: ClusterIndex, held: Mapping[str, int], exclude: InstanceIds) -> list[Holder]:
+def holders_of(
+    index: ClusterIndex, held: Mapping[str, int], exclude: InstanceIds, hosted: Mapping[str, int] = {}
+) -> list[Holder]:
     """The ready instances with the longest runs of a prompt's prefix, the longest first; of equal ones, the one that
-    could send it first. held: ids and tokens, the longest run first.
+    could send it first. held: ids and tokens, the longest run first. hosted: of these tokens,
+    those in host memory.
     """
     found: list[Holder] = []
     for instance_id, tokens in held.items():
@@ -89,7 +98,7 @@ def holders_of(index: ClusterIndex, held: Mapping[str, int], exclude: InstanceId
         if tokens < LEAST_TOKENS or len(found) == HOLDERS:
             break
         if view is not None and instance_id not in exclude:
-            found.append(Holder(view, tokens))
+            found.append(Holder(view, tokens, hosted.get(instance_id, 0)))
     found.sort(key=lambda one: (-one.tokens, one.begins_s + one.sends_s))
     return found
 

@@ -1,6 +1,7 @@
 """What one instance reports of its prefix cache, to `PrefixIndex`. The workers and the simulated engines use it."""
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 
 class ReachableBlocks:
@@ -28,6 +29,10 @@ class ReachableBlocks:
     def changed(self) -> bool:
         """Whether `take_changes` has anything to report."""
         return bool(self._added or self._removed)
+
+    def holds(self, block: int) -> bool:
+        """Whether it was added, even if it cannot be hit."""
+        return block in self._parents
 
     def hold(self, block: int, parent: int | None) -> None:
         """Add a block; `parent` is the one before it in its prompt, if any."""
@@ -88,3 +93,87 @@ class ReachableBlocks:
             del self._added[block]  # never reported
         else:
             self._removed[block] = None
+
+
+class CacheChanges(NamedTuple):
+    """Changes of what can be hit, as `PrefixDelta` reports them."""
+
+    added: list[int]
+    removed: list[int]
+    hosted: list[int]
+
+
+class TieredBlocks:
+    """The blocks of one instance on its accelerator and in its host tier.
+
+    `every` has the blocks that either of the two holds. `device` has those of the accelerator: a block that is held
+    there, but follows one in host memory, is not reached in it. Without a tier they are the same.
+    """
+
+    __slots__ = ("_hosted", "device", "every")
+
+    def __init__(self, *, tiered: bool) -> None:
+        self.every = ReachableBlocks()
+        self.device = ReachableBlocks() if tiered else self.every
+        self._hosted: set[int] = set()  # in host memory, whether or not they are on the accelerator
+
+    @property
+    def tiered(self) -> bool:
+        return self.device is not self.every
+
+    @property
+    def blocks(self) -> Collection[int]:
+        """All blocks that can be hit, each after the one that it follows."""
+        return self.every.blocks
+
+    @property
+    def changed(self) -> bool:
+        """Whether `take_changes` has anything to report."""
+        return self.every.changed or self.device.changed
+
+    def loaded(self, block: int, parent: int | None) -> None:
+        """The accelerator holds the block: it was computed, or comes from host memory."""
+        self.every.hold(block, parent)
+        if self.tiered:
+            self.device.hold(block, parent)
+
+    def dropped(self, block: int) -> None:
+        """The accelerator does not hold the block any more."""
+        if self.tiered:
+            self.device.drop(block)
+        if block not in self._hosted:
+            self.every.drop(block)
+
+    def kept(self, block: int) -> None:
+        """Host memory has a block of the accelerator, too."""
+        self._hosted.add(block)
+
+    def lost(self, block: int) -> None:
+        """Host memory does not hold the block any more."""
+        self._hosted.discard(block)
+        if not self.device.holds(block):
+            self.every.drop(block)
+
+    def clear(self) -> None:
+        self.every.clear()
+        self._hosted.clear()
+        if self.tiered:
+            self.device.clear()
+
+    def snapshot(self) -> CacheChanges:
+        """All blocks that can be hit, as if they were added now."""
+        return CacheChanges(list(self.every.blocks), [], self._beyond_device(self.every.blocks))
+
+    def take_changes(self) -> CacheChanges:
+        """The changes since the last call."""
+        added, removed = self.every.take_changes()
+        if not self.tiered:
+            return CacheChanges(added, removed, [])
+        back, left = self.device.take_changes()
+        hosted = [*self._beyond_device(added), *(block for block in left if block in self.every.blocks)]
+        known = set(added)
+        return CacheChanges([*added, *(block for block in back if block not in known)], removed, hosted)
+
+    def _beyond_device(self, blocks: Iterable[int]) -> list[int]:
+        on_device = self.device.blocks
+        return [block for block in blocks if block not in on_device] if self.tiered else []

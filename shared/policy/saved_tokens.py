@@ -11,6 +11,12 @@ def saved_tokens(prefixes: PrefixIndex, view: InstanceView, job: JobView, comput
     return saved_of(prefixes.held_tokens(view.info.instance_id, job.prefix), view, tokens)
 
 
+def loaded_tokens(prefixes: PrefixIndex, view: InstanceView, job: JobView, saved: int) -> int:
+    """Of the `saved` prompt tokens, those that the instance loads from its host memory."""
+    instance_id = view.info.instance_id
+    return min(saved, prefixes.hosted_tokens(instance_id, job.prefix, prefixes.held_tokens(instance_id, job.prefix)))
+
+
 def saved_of(held_tokens: int, view: InstanceView, tokens: int) -> int:
     """Of the first `tokens`, those that a run of `held_tokens` saves an instance.
 

@@ -53,10 +53,14 @@ class _Open:
 
 
 class Sessions:
-    """The last turns, by session. The jobs of one session may overlap: the one that ends last is its last turn."""
+    """The last turns, by session. The jobs of one session may overlap: the one that ends last is its last turn.
 
-    def __init__(self, kept: int = KEPT) -> None:
+    block_tokens: of the blocks of prompts.
+    """
+
+    def __init__(self, kept: int = KEPT, block_tokens: int = BLOCK_TOKENS) -> None:
         self._kept = kept
+        self._block_tokens = block_tokens
         self._turns: OrderedDict[str, Turn] = OrderedDict()
         self.under_way: OrderedDict[str, _Open] = OrderedDict()  # by job
 
@@ -66,8 +70,8 @@ class Sessions:
     def placed(self, job: JobView, route: Route) -> None:
         """A job with a session was placed, perhaps again. A place for its decode alone leaves its prefill as it was."""
         known = self.under_way.pop(job.job_id, None)
-        blocks = len(job.prefix)
-        found = _Open(job.session, "", 0, "", job.prompt_tokens, blocks, job.prefix[-1] if blocks else 0)
+        blocks = min(len(job.prefix), job.prompt_tokens // self._block_tokens)  # a trace may name a last part of one
+        found = _Open(job.session, "", 0, "", job.prompt_tokens, blocks, job.prefix[blocks - 1] if blocks else 0)
         if known is not None:
             found.prefill, found.prefill_tokens = known.prefill, known.prefill_tokens
             found.prompt_tokens = known.prompt_tokens  # later, the answer so far may count as prompt
@@ -88,13 +92,16 @@ class Sessions:
         held: dict[str, int] = {}
         if job.decode:
             computed = job.prompt_tokens + output_tokens - 1  # all but the last token
-            held[job.decode] = _whole(computed) if job.reusable else 0
+            held[job.decode] = self._whole(computed) if job.reusable else 0
         if job.prefill:
-            held[job.prefill] = max(held.get(job.prefill, 0), _whole(job.prefill_tokens))
+            held[job.prefill] = max(held.get(job.prefill, 0), self._whole(job.prefill_tokens))
         self._turns.pop(job.session, None)
         self._turns[job.session] = Turn(held, job.blocks, job.last_hash, now)
         if len(self._turns) > self._kept:
             self._turns.popitem(last=False)
+
+    def _whole(self, tokens: int) -> int:
+        return max(0, tokens - tokens % self._block_tokens)
 
     def last(self, job: JobView) -> Turn | None:
         """The last turn of the job's session."""
@@ -123,7 +130,3 @@ def _joins_cache(job: JobView, route: Route) -> bool:
     if route.prefill is None or route.decode is None:
         return True
     return job.slo.lossy_kv is Codec.RAW and route.prefill.precision == route.decode.precision
-
-
-def _whole(tokens: int) -> int:
-    return max(0, tokens - tokens % BLOCK_TOKENS)

@@ -288,7 +288,7 @@ class Engine:
         """Decode steps until the batch changes by itself: a leg is done, blocks run out, or others may start."""
         scheduler = self.scheduler
         # Steps of the same batch may be enough for another leg to start: then each step is looked at.
-        if self._stepwise or self._gather_s > 0.0:
+        if self._stepwise or self._gather_s > 0.0 or self.memory.has_copied:
             return 1
         if len(scheduler.waiting) and (step.has_preempted or scheduler.admission.needs_running):
             return 1
@@ -343,13 +343,14 @@ class Engine:
                 self._let_wait(now)
             prefill = tuple((tokens, leg.computed_tokens) for leg, tokens in step.chunks)
             decodes, context = (group.count, group.context_tokens) if step.has_decodes else (0, 0)
-            step_s = self._model.step_time_s(Batch(prefill, decodes, context))
+            step_s = self._model.step_time_s(Batch(prefill, decodes, context)) + self.memory.take_copied_s()
             self._set_due(now + step_s + (self._gathering_s(step_s) if self._gather_s > 0.0 else 0.0))
         elif group.count:
             steps = self._steps_ahead(step)
             segments = self._model.decode_segments(group.count, group.context_tokens, steps)
-            if self._gather_s > 0.0:
-                step_s = segments[0][1] + self._gathering_s(segments[0][1])
+            if self._gather_s > 0.0 or self.memory.has_copied:
+                step_s = segments[0][1] + self.memory.take_copied_s()
+                step_s += self._gathering_s(step_s)
                 segments = ((1, step_s, step_s),)
             self._glide = Glide(now, segments)
             self._glide_steps = steps
@@ -459,6 +460,8 @@ class Engine:
         request = leg.request
         if leg.decodes and request.answer and request.attempt == 1 and not request.moves:
             self.memory.keep_answer(leg, leg.prefix, request.answer)
+        if request.job.session:
+            self.memory.keep_session(leg, request.answer if leg.decodes else (), now)
         self.scheduler.finish(leg)
         if not leg.cancelled:
             self._events.done(leg, now)

@@ -12,7 +12,8 @@ from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.placement import wants_prefixes
 from shared.policy.prefix_index import PrefixIndex
-from shared.policy.reachable_blocks import ReachableBlocks
+from shared.policy.reachable_blocks import TieredBlocks
+from shared.policy.sessions import Sessions
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.events import EventLoop
 from shared.sim.instance import SimInstance
@@ -49,6 +50,7 @@ class Fleet:
         if len(self._positions) < len(specs):
             raise InvalidRequest(f"instance id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
         self.ledger = WorkloadLedger()
+        self.ledger.sessions = Sessions(block_tokens=prefix_tokens or BLOCK_TOKENS)
         self._prefixes = PrefixFeed(self.instances, prefix_tokens) if wants_prefixes(run.policies.placement) else None
         self._fresh_prefixes = run.fresh_prefixes
         self._broadcast_s = run.broadcast_s
@@ -148,7 +150,7 @@ class _Report:
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
         self._engine: Engine | None = None
-        self._cache: ReachableBlocks | None = None
+        self._cache: TieredBlocks | None = None
         self._sequence = 0
 
     def apply(self, index: PrefixIndex) -> None:
@@ -161,7 +163,7 @@ class _Report:
             self._cache = engine.memory.watch_cache() if engine is not None else None
             index.forget(instance_id)
         if self._cache is not None and (self._cache.changed or not self._sequence):
-            added, removed = self._cache.take_changes()
+            added, removed, hosted = self._cache.take_changes()
             starts = not self._sequence
-            index.apply(instance_id, PrefixDelta(instance.generation, self._sequence, added, removed, starts))
+            index.apply(instance_id, PrefixDelta(instance.generation, self._sequence, added, removed, starts, hosted))
             self._sequence += 1

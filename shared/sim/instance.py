@@ -243,6 +243,10 @@ def _info(spec: InstanceSpec, generation: int, link: LinkRate) -> InstanceInfo:
         http="",
         kv_endpoints=(),
         max_seqs=spec.limits.sequences * spec.lanes,
-        rates=spec.rates if spec.rates.link else msgspec.structs.replace(spec.rates, link=link),
+        rates=msgspec.structs.replace(
+            spec.rates,
+            link=spec.rates.link or link,
+            host_token_s=spec.limits.host.token_s if spec.limits.host is not None else 0.0,
+        ),
         precision=spec.precision,
     )

@@ -1,12 +1,37 @@
-"""KV memory of one engine: how many blocks each request holds, and which prefixes are cached."""
+"""KV memory of one engine: how many blocks each request holds, and which prefixes are cached, also in host memory."""
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import takewhile
+from typing import Protocol
 
-from shared.policy.reachable_blocks import ReachableBlocks
+from shared.policy.host_index import Put, SlotIndex
+from shared.policy.reachable_blocks import TieredBlocks
 from shared.sim.request import Leg, ScheduledRequest
-from shared.sim.spec import EngineLimits
+from shared.sim.spec import EngineLimits, HostTier
+
+
+class CacheListener(Protocol):
+    """Receives what becomes of ids that a cache has held; `TieredBlocks` is one. Computed ids are those that
+    `KvMemory.keep_blocks` returns.
+    """
+
+    def loaded(self, block: int, parent: int | None) -> None:
+        """The cache holds an id again, which came from host memory."""
+        ...
+
+    def dropped(self, block: int) -> None:
+        """The cache does not hold an id any more."""
+        ...
+
+    def kept(self, block: int) -> None:
+        """Host memory holds an id of the cache, too; the cache is about to drop it."""
+        ...
+
+    def lost(self, block: int) -> None:
+        """Host memory does not hold an id any more."""
+        ...
 
 
 class KvMemory:
@@ -19,24 +44,30 @@ class KvMemory:
     that no other request shares. Of the free blocks, `reserved` are kept for the coming steps of the decodes; `start`
     and `allocate` take from the rest, which is `available`.
 
-    prefix_block_tokens: tokens that one id of `ScheduledRequest.prefix` stands for. dropped: called with each id
-    that the prefix cache does not hold any more.
+    With a host tier, ids that the cache drops stay in host memory, and are loaded where a prompt's cached beginning
+    goes on there.
+
+    prefix_block_tokens: tokens that one id of `ScheduledRequest.prefix` stands for.
     """
 
     def __init__(
-        self,
-        limits: EngineLimits,
-        kv_tokens: int,
-        prefix_block_tokens: int = 0,
-        dropped: Callable[[int], None] = lambda _: None,
+        self, limits: EngineLimits, kv_tokens: int, prefix_block_tokens: int = 0, listener: CacheListener | None = None
     ) -> None:
         self._block_tokens = limits.block_tokens
         self._reserves_output = limits.reserves_output
         self._keeps_prefixes = limits.prefix_cache
         self._id_tokens = max(1, prefix_block_tokens)
-        self._cache = PrefixCache(max(1, prefix_block_tokens // self._block_tokens), dropped)
-        self._reachable: ReachableBlocks | None = None
+        self._listener = listener
+        self._watched: TieredBlocks | None = None
+        self._cache = PrefixCache(
+            max(1, prefix_block_tokens // self._block_tokens), self._dropped, lambda: self.sessions.give_back()
+        )
+        self.host: HostCache | None = None
+        if limits.host is not None and limits.prefix_cache:
+            self.host = HostCache(limits.host, self._id_tokens, self._cache)
         self.total = kv_tokens // self._block_tokens
+        budget = int(limits.session_share * self.total * self._block_tokens) // self._id_tokens
+        self.sessions = KeptSessions(self._cache, budget if limits.prefix_cache else 0, limits.session_keep_s)
         self._free = self.total
         self._reserved = 0  # of the free ones
 
@@ -92,7 +123,12 @@ class KvMemory:
             return False
         request.computed_tokens = computed
         request.shared_ids = cached
-        self._cache.use(cached)
+        if self.host is None:
+            self._cache.use(cached)
+        else:
+            for at, parent in self.host.load(cached):
+                if self._listener is not None:
+                    self._listener.loaded(at, parent)
         return True
 
     def check_import(self, request: ScheduledRequest) -> None:
@@ -104,8 +140,31 @@ class KvMemory:
             request.computed_tokens = request.import_tokens = 0
 
     def cached(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids from the first one on that the prefix cache holds."""
-        return self._cache.matched(ids)
+        """The ids from the first one on that the prefix cache holds, or host memory."""
+        return self._cache.matched(ids) if self.host is None else self.host.matched(ids)
+
+    def take_copied_s(self) -> float:
+        """Seconds that the copies between the cache and host memory since the last call take."""
+        return self.host.take_copied_s() if self.host is not None else 0.0
+
+    def export_s(self, ids: tuple[int, ...], start: int, end: int) -> float:
+        """Seconds to load, for an export of these tokens of the ids, what lies in host memory."""
+        if self.host is None:
+            return 0.0
+        device = len(self._cache.matched(ids)) * self._id_tokens
+        return self.host.token_s * max(0, end - max(start, device))
+
+    @property
+    def has_copied(self) -> bool:
+        return self.host is not None and self.host.copied_tokens > 0
+
+    def keep_session(self, request: ScheduledRequest, answer: tuple[int, ...], now: float) -> None:
+        """A request of a session is complete: keep its ids for the next one. answer: see `keep_answer`."""
+        if self.sessions.budget:
+            ids = (
+                (*request.prefix[: request.job.prompt_tokens // self._id_tokens], *answer) if answer else request.prefix
+            )
+            self.sessions.keep(request.job.session, self._cache.matched(ids), now)
 
     def allocate(self, request: ScheduledRequest, tokens: int) -> bool:
         """Take blocks until the request holds `tokens` tokens; False, and nothing changes, when there are too few."""
@@ -153,7 +212,7 @@ class KvMemory:
 
     def matched_tokens(self, prefix: tuple[int, ...]) -> int:
         """Tokens from the start of a prompt that the prefix cache holds."""
-        return len(self._cache.matched(prefix)) * self._id_tokens if self._keeps_prefixes else 0
+        return len(self.cached(prefix)) * self._id_tokens if self._keeps_prefixes else 0
 
     def cached_part(self, request: ScheduledRequest) -> int:
         """Tokens of a started request that were in the prefix cache here."""
@@ -165,9 +224,11 @@ class KvMemory:
         """Keep computed blocks of a request, which follow the block `before`. Returns those that were not held yet."""
         fresh = self._cache.keep(ids)
         request.shared_ids += fresh
-        if self._reachable is not None:
+        if self.host is not None:
+            self.host.place(ids, before)
+        if self._watched is not None:
             for at in ids:
-                self._reachable.hold(at, before)
+                self._watched.loaded(at, before)
                 before = at
         self.trim_cache()
         return fresh
@@ -176,12 +237,22 @@ class KvMemory:
         """Drop cached blocks whose memory was taken."""
         self._cache.trim(self.available)
 
-    def watch_cache(self) -> ReachableBlocks | None:
-        """Ids that can be hit, kept up to date by the cache from now on; None without a cache."""
+    def watch_cache(self) -> TieredBlocks | None:
+        """Ids that can be hit, kept up to date from now on; None without a cache."""
         if self._keeps_prefixes:
-            self._reachable = ReachableBlocks()
-            self._cache.dropped = self._reachable.drop
-        return self._reachable
+            self._watched = self._listener = TieredBlocks(tiered=self.host is not None)
+        return self._watched
+
+    def _dropped(self, at: int) -> None:
+        """The cache drops an id: host memory may keep it, and lose another one for it."""
+        saved = self.host.save(at) if self.host is not None else None
+        if self._listener is None:
+            return
+        if saved is not None:
+            self._listener.kept(at)
+            if saved.dropped is not None:
+                self._listener.lost(saved.dropped)
+        self._listener.dropped(at)
 
     def _held(self, request: ScheduledRequest) -> int:
         """Blocks that a request holds, shared ones included; it is not in the decode group. The larger of two counts:
@@ -197,7 +268,7 @@ class KvMemory:
         return whole - self._cache.shared_blocks(cached) <= free
 
     def _cached(self, request: ScheduledRequest) -> tuple[int, ...]:
-        return self._cache.matched(self._ids(request)) if request.prefix else ()
+        return self.cached(self._ids(request)) if request.prefix else ()
 
     def _ids(self, request: ScheduledRequest) -> tuple[int, ...]:
         """Ids of the request's prompt; where only a part of it is computed here, of the whole blocks in that part."""
@@ -235,17 +306,24 @@ class ExportRoom:
 
 class PrefixCache:
     """Ids of prompt blocks. Ids that no request uses lie in free memory and are dropped as it is taken: the least
-    recently used first, of one request the last first, as in vLLM.
+    recently used first, of one request the last first, as in vLLM. Pinned ones are dropped when no others are left and
+    `give_back` has unpinned some.
 
     Blocks that several requests use are held once. Requests that compute the same prefix at the same time hold it once
     each, as in vLLM. The room for unused blocks changes with the load and is an argument, `room_blocks`.
     """
 
-    def __init__(self, blocks_of_id: int, dropped: Callable[[int], None]) -> None:
+    def __init__(self, blocks_of_id: int, dropped: Callable[[int], None], give_back: Callable[[], None]) -> None:
         self._blocks_of_id = blocks_of_id
-        self.dropped = dropped
+        self._dropped = dropped
+        self._give_back = give_back
         self._users: dict[int, int] = {}  # of each id that is held
         self._unused: OrderedDict[int, None] = OrderedDict()  # those without users; the first is dropped first
+        self._resting: dict[int, None] = {}  # those without users that are pinned
+        self.pins: Counter[int] = Counter()
+
+    def __contains__(self, at: int) -> bool:
+        return at in self._users
 
     def matched(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
         """The ids from the start of `prefix` that are held."""
@@ -253,13 +331,14 @@ class PrefixCache:
 
     def shared_blocks(self, ids: tuple[int, ...]) -> int:
         """Blocks of these ids that requests use."""
-        return self._blocks_of_id * sum(self._users[at] > 0 for at in ids)
+        return self._blocks_of_id * sum(self._users.get(at, 0) > 0 for at in ids)
 
     def use(self, ids: tuple[int, ...]) -> None:
         """One more request uses these ids, which are held."""
         for at in ids:
             self._users[at] += 1
             self._unused.pop(at, None)
+            self._resting.pop(at, None)
 
     def leave(self, ids: tuple[int, ...]) -> int:
         """A request does not use these ids any more. Returns how many of their blocks other requests use."""
@@ -268,6 +347,8 @@ class PrefixCache:
             self._users[at] -= 1
             if self._users[at]:
                 still_used += 1
+            elif at in self.pins:
+                self._resting[at] = None
             else:
                 self._unused[at] = None
         return self._blocks_of_id * still_used
@@ -278,9 +359,147 @@ class PrefixCache:
         self._users.update(fresh)
         return tuple(fresh)
 
+    def pin(self, ids: tuple[int, ...]) -> None:
+        """These ids, which are held, are not dropped before others, until as many calls of `unpin`."""
+        self.pins.update(ids)
+        for at in ids:
+            if at in self._unused:
+                del self._unused[at]
+                self._resting[at] = None
+
+    def unpin(self, ids: tuple[int, ...]) -> None:
+        for at in reversed(ids):
+            self.pins[at] -= 1
+            if not self.pins[at]:
+                del self.pins[at]
+                if at in self._resting:
+                    del self._resting[at]
+                    self._unused[at] = None
+
     def trim(self, room_blocks: int) -> None:
         """Drop unused ids that have no room any more."""
-        while len(self._unused) > room_blocks // self._blocks_of_id:
+        while len(self._unused) + len(self._resting) > room_blocks // self._blocks_of_id:
+            if not self._unused:
+                self._give_back()
+                continue
             at, _ = self._unused.popitem(last=False)
             del self._users[at]
-            self.dropped(at)
+            self._dropped(at)
+
+
+class HostCache:
+    """Ids in host memory, each with its copy in a slot; `cache` is the one from which they come.
+
+    An id that the cache is about to drop is copied there. What is loaded stays there, too.
+    """
+
+    def __init__(self, host: HostTier, id_tokens: int, cache: PrefixCache) -> None:
+        self.token_s = host.token_s
+        self.copied_tokens = 0  # whose time no step has taken yet
+        self.stored = self.loaded = self.evicted = 0  # ids, since the start
+        self.index: SlotIndex[int] = SlotIndex(host.tokens // id_tokens, host.double_tokens)
+        self._cache = cache
+        self._id_tokens = id_tokens
+        self._origins: dict[int, tuple[int | None, int]] = {}  # of ids in the cache: the one before, and their depth
+
+    def take_copied_s(self) -> float:
+        tokens, self.copied_tokens = self.copied_tokens, 0
+        return tokens * self.token_s
+
+    def matched(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids from the start that the cache or host memory holds."""
+        return tuple(takewhile(lambda at: at in self._cache or at in self.index, ids))
+
+    def place(self, ids: Iterable[int], before: int | None) -> None:
+        """These ids of the cache follow each other, and `before`."""
+        depth = self._origins[before][1] + self._id_tokens if before in self._origins else 0
+        for at in ids:
+            self._origins.setdefault(at, (before, depth))
+            before, depth = at, depth + self._id_tokens
+
+    def load(self, ids: tuple[int, ...]) -> list[tuple[int, int | None]]:
+        """A request uses these ids, which are matched. Returns those that the cache holds from now on, and the ones
+        before them.
+        """
+        device, loaded = len(self._cache.matched(ids)), []
+        self._cache.use(ids[:device])
+        for at in ids[device:]:
+            if at in self._cache:  # it is copied nevertheless: what is loaded has to be without gaps
+                self._cache.use((at,))
+                continue
+            held = self.index.get(at)
+            assert held is not None, "the ids are matched"
+            self._cache.keep((at,))
+            self._origins[at] = held.parent, held.depth_tokens
+            loaded.append((at, held.parent))
+        for at, _ in reversed(loaded):  # the last ones leave first
+            self.index.use(at)
+        self.loaded += len(ids) - device
+        self.copied_tokens += (len(ids) - device) * self._id_tokens
+        return loaded
+
+    def save(self, at: int) -> Put[int] | None:
+        """The cache drops an id. None: host memory has it already, or has no room."""
+        parent, depth = self._origins.pop(at)
+        if at in self.index:
+            self.index.use(at)
+            return None
+        put = self.index.put(at, parent, depth)
+        if put is None:
+            return None
+        self.copied_tokens += self._id_tokens
+        self.stored += 1
+        self.evicted += put.dropped is not None
+        return put
+
+
+@dataclass(slots=True)
+class _Kept:
+    ids: tuple[int, ...]
+    until_s: float
+
+
+class KeptSessions:
+    """Ids that a cache keeps over the pause between two requests of a session: for `keep_s`, at most `budget` of them.
+    The oldest sessions leave first, and when requests need the memory. Live, the vLLM engine does this with blocks.
+    """
+
+    def __init__(self, cache: PrefixCache, budget: int, keep_s: float) -> None:
+        self.budget = budget if keep_s > 0 else 0
+        self.yielded = 0  # sessions whose ids were given back for requests
+        self._cache = cache
+        self._keep_s = keep_s
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # by session, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def pinned(self) -> int:
+        """Ids that are kept."""
+        return len(self._cache.pins)
+
+    def keep(self, session: str, ids: tuple[int, ...], now: float) -> None:
+        """The ids of the session's last request replace those that were kept of the session."""
+        ids, former = ids[: self.budget], self._kept.pop(session, None)
+        self._cache.pin(ids)  # before the former ones are released: they are mostly the same
+        if ids:
+            self._kept[session] = _Kept(ids, now + self._keep_s)
+        if former is not None:
+            self._cache.unpin(former.ids)
+        while self.pinned > self.budget:
+            self._drop_oldest()
+
+    def expire(self, now: float) -> None:
+        """Give back what was kept long enough."""
+        while self._kept and next(iter(self._kept.values())).until_s <= now:
+            self._drop_oldest()
+
+    def give_back(self) -> None:
+        """Requests need the memory of the oldest session, which is kept."""
+        self._drop_oldest()
+        self.yielded += 1
+
+    def _drop_oldest(self) -> None:
+        _, kept = self._kept.popitem(last=False)
+        self._cache.unpin(kept.ids)

@@ -59,7 +59,9 @@ class Pulls:
         self.count += 1
         self.tokens += fresh
         self.wire_bytes += wire_bytes
-        gathered_s = pull.engine.export(gather_s(wire_bytes, pull.source.info.tensor_parallel), now)
+        gathers_s = gather_s(wire_bytes, pull.source.info.tensor_parallel)
+        gathers_s += pull.engine.memory.export_s(leg.prefix, pull.own_tokens, held)
+        gathered_s = pull.engine.export(gathers_s, now)
         arrives_s = self._fleet.wires.send(pull.source.index, pull.target.index, wire_bytes, now)
         self._loop.at(max(arrives_s, gathered_s), self._arrived, pull)
 

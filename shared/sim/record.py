@@ -27,6 +27,7 @@ class Record:
         self._progress = progress
         self._prefixes = workload.prefixes
         self._answers = workload.answers
+        self._sessions = workload.sessions if run.sessions else None
         self._mix = workload.mix
         prediction = run.prediction
         self._gateway_s = run.gateway_s + (prediction.answer_s if prediction and prediction.at_placement else 0.0)
@@ -81,6 +82,7 @@ class Record:
             can_wait=True,
             one_precision=one,
             migrates=self._run.migration,
+            session=self._sessions[row] if self._sessions is not None else "",
         )
         request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
         if self._answers is not None:

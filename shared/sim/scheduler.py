@@ -179,6 +179,7 @@ class Scheduler(Generic[R]):
     def plan(self, now: float) -> Step[R]:
         """Decide what the coming step computes, which begins now."""
         step = self._step = Step(now)
+        self.memory.sessions.expire(now)
         self.memory.reserve_for_decodes(0)
         self._drop_cancelled()
         self._join_received()

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.cost.kinds import EngineKind, EngineModels
 from shared.cost.network import Link, Network
 from shared.cost.step import StepTimes
 from shared.domain.instance import Role
@@ -26,6 +27,24 @@ from shared.sim.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)
+class HostTier:
+    """Host memory of an engine for KV of so many tokens that left its cache. Each token that is copied there, or back,
+    makes a step longer by `token_s`. double_tokens: of its `SlotIndex`.
+    """
+
+    tokens: int
+    token_s: float
+    double_tokens: int
+
+    @classmethod
+    def of_kind(cls, models: EngineModels, kind: EngineKind, tokens: int, slowdown: float = 1.0) -> "HostTier":
+        """As live engines of that kind have it, with the catalogue's rate of the link to host memory."""
+        # A token's attention, of 2 FLOPs for each layer, channel, position, and of K and V, costs as much as the rest
+        # of its forward pass, of some 24 for each layer and pair of channels, where as many positions are before it.
+        return cls(tokens, slowdown * models.host_token_s(kind), 6 * models.geometry.hidden)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """An engine's limits and its order of work.
 
@@ -33,7 +52,9 @@ class EngineLimits:
     prefill_first: prefill in steps of its own, before any decode (vLLM before chunked prefill). reserves_output: a
     request starts only when its whole output has room, so that none is preempted. prefix_cache: blocks of finished
     prompts are kept while there is room, for workloads that name their prefixes. step_budget: prompts are limited for
-    the gap targets of requests that decode in the same steps (`shared.policy.step_budget`).
+    the gap targets of requests that decode in the same steps (`shared.policy.step_budget`). host: of each batch in
+    flight; None: none. session_keep_s, session_share: for so long, and in at most that share of its blocks, the prefix
+    cache keeps KV of a session after a request.
     """
 
     batched_tokens: int = 2048
@@ -44,6 +65,9 @@ class EngineLimits:
     reserves_output: bool = False
     prefix_cache: bool = False
     step_budget: bool = False
+    host: HostTier | None = None
+    session_keep_s: float = 0.0
+    session_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.sequences < 1 or self.block_tokens < 1 or self.batched_tokens < 1:
@@ -127,6 +151,7 @@ class RunSpec:
     and does not undo what `flips` orders for `role_flip_respects_s`. streaming: KV leaves chunk by chunk while the
     prompt is still being computed. network: between instances that stand on nodes. broadcast_s: policies decide on a
     copy of the instances' loads; a decision that finds the copy this old or older copies the loads anew.
+    sessions: those of requests have an effect.
     fresh_prefixes: placements see prefix caches as they are, not as old as the loads, to show what perfect knowledge
     would bring. gateway_s: from arrival to placement; hop_s: from a decision to the instance; token_s: from an engine's
     token to the client. flip_s: a role flip, without its drain (TetriInfer: 5–7 ms). patience_s: how long a request
@@ -158,6 +183,7 @@ class RunSpec:
     losses: tuple[Loss, ...] = ()
     flips: tuple[Flip, ...] = ()
     network: Network = field(default_factory=Network)
+    sessions: bool = True
     broadcast_s: float = 0.1
     fresh_prefixes: bool = False
     gateway_s: float = 0.0

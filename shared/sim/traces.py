@@ -225,6 +225,7 @@ def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool, blo
     left_out = len(kept) - len(order)
     prompts, outputs = prompt[order], output[order]
     known = None if ids is None else tuple(ids[at] for at in order.tolist())
+    answers = None if known is None else answers_of(known, prompts, outputs, block_tokens)
     return Workload(
         name=Path(table.where).name + (f" ({left_out} empty requests left out)" if left_out else ""),
         arrival_s=arrival[order] - start,
@@ -232,7 +233,8 @@ def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool, blo
         output_tokens=outputs,
         prefixes=known,
         prefix_block_tokens=block_tokens,
-        answers=None if known is None else answers_of(known, prompts, outputs, block_tokens),
+        answers=answers,
+        sessions=None if known is None or answers is None else sessions_of(known, answers, prompts, block_tokens),
     )
 
 
@@ -267,6 +269,23 @@ def answers_of(
             answer.append(last)
         found.append(tuple(answer))
     return tuple(found)
+
+
+def sessions_of(
+    prompts: Sequence[tuple[int, ...]], answers: Sequence[tuple[int, ...]], prompt_tokens: Lengths, block_tokens: int
+) -> tuple[str, ...]:
+    """The conversation of which each request is a turn, as far as the answers tell: a prompt that repeats an earlier
+    answer is the next turn after it. "" where there is only one turn.
+    """
+    wholes = (prompt_tokens // block_tokens).tolist()
+    turn_of = {answer[-1]: row for row, answer in enumerate(answers) if answer}  # by the last block of its answer
+    names, firsts = [""] * len(prompts), list(range(len(prompts)))
+    for row, ids in enumerate(prompts):
+        before = next((turn_of[at] for at in reversed(ids[: wholes[row]]) if at in turn_of), row)
+        if before < row:
+            firsts[row] = firsts[before]
+            names[row] = names[firsts[row]] = f"chat-{firsts[row]}"
+    return tuple(names)
 
 
 def _arrivals(table: Table, form: TraceFormat) -> NDArray[np.float64]:

@@ -41,7 +41,8 @@ class Workload:
     prefixes: for each request the ids of its prompt's blocks of `prefix_block_tokens` tokens, in order (equal ids at
     the start of two prompts are equal text), or None where they are not known. answers: with prefixes, for each request
     the ids of the blocks that its answer fills, which follow the whole blocks of its prompt, as far as they are known.
-    mix: None where all are of the run's one class. Raises InvalidRequest that names the first request at fault.
+    sessions: for each request the name of the conversation of which it is a turn, "" for none; None where there are
+    none. mix: None where all are of the run's one class. Raises InvalidRequest that names the first request at fault.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Workload:
     prefix_block_tokens: int = 512
     answers: tuple[tuple[int, ...], ...] | None = None
     mix: Mix | None = None
+    sessions: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.arrival_s)
@@ -65,6 +67,8 @@ class Workload:
             raise InvalidRequest(f"{self.name}: prefixes of {len(self.prefixes)} requests, not {count}")
         if self.answers is not None and (self.prefixes is None or len(self.answers) != count):
             raise InvalidRequest(f"{self.name}: answers of {len(self.answers)} requests, not {count} with prefixes")
+        if self.sessions is not None and len(self.sessions) != count:
+            raise InvalidRequest(f"{self.name}: sessions of {len(self.sessions)} requests, not {count}")
         for what, bad in (
             ("arrival_s is not a finite number >= 0", ~(np.isfinite(self.arrival_s) & (self.arrival_s >= 0))),
             ("arrives before its predecessor", np.concatenate(([False], np.diff(self.arrival_s) < 0))),
@@ -93,6 +97,7 @@ class Workload:
             prefixes=prefixes,
             answers=self.answers[:count] if self.answers is not None else None,
             mix=self.mix.head(count) if self.mix is not None else None,
+            sessions=self.sessions[:count] if self.sessions is not None else None,
         )
 
     def with_arrivals(self, arrival_s: Times) -> "Workload":
@@ -222,6 +227,7 @@ def _drawn(kind: Tetri, count: int, rng: np.random.Generator, table: Workload, l
         output_tokens=table.output_tokens[at],
         prefixes=None if table.prefixes is None else tuple(table.prefixes[row] for row in at.tolist()),
         answers=None if table.answers is None else tuple(table.answers[row] for row in at.tolist()),
+        sessions=None,  # what is drawn are lengths and prompts, not conversations
     )
 
 
@@ -296,12 +302,14 @@ def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
     """
     _require_positive(count=count, per_s=per_s)
     rng, size = np.random.default_rng(seed), _CHAT_BLOCK
-    rows: list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]] = []
+    rows: list[tuple[float, int, int, tuple[int, ...], tuple[int, ...], str]] = []
+    chats = 0
     system = list(range(_SYSTEM_TOKENS // size))
     begins_s, fresh = -_UNDER_WAY_S, len(system)
     times_s: list[float] = []  # of the requests since the start, in order
     while bisect_left(times_s, begins_s) < count:  # a chat that begins now may yet be among the first `count` requests
         at_s, tokens, ids = begins_s, _SYSTEM_TOKENS, list(system)
+        chats += 1
         while True:
             tokens += int(_lengths(rng, 1, *_MESSAGE)[0])
             output = int(_lengths(rng, 1, *_ANSWER)[0])
@@ -312,7 +320,7 @@ def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
             fresh += len(answer)
             if at_s >= 0.0:
                 insort(times_s, at_s)
-                rows.append((at_s, tokens, output, tuple(ids), tuple(answer)))
+                rows.append((at_s, tokens, output, tuple(ids), tuple(answer), f"chat-{chats}"))
             tokens += output
             ids = [*ids[:whole], *answer]
             if tokens > _CHAT_TOKENS or rng.random() > _GOES_ON:
@@ -321,7 +329,7 @@ def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
         begins_s += float(rng.exponential(1.0 / per_s))
     rows.sort(key=lambda row: row[0])
     del rows[count:]
-    arrival_s, prompts, outputs, prefixes, answers = zip(*rows, strict=True)
+    arrival_s, prompts, outputs, prefixes, answers, sessions = zip(*rows, strict=True)
     return Workload(
         "chats",
         np.array(arrival_s),
@@ -330,6 +338,7 @@ def conversations(count: int, seed: int = 0, per_s: float = 1.0) -> Workload:
         prefixes,
         size,
         answers,
+        sessions=sessions,
     )
 
 

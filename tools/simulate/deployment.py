@@ -20,7 +20,7 @@ from shared.files.yaml_file import read_document
 from shared.policy.registry import from_file
 from shared.policy.step_budget import ChunkBounds, chunk_tokens
 from shared.sim.prediction import Prediction
-from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, with_policies
+from shared.sim.spec import EngineLimits, Flip, HostTier, InstanceSpec, Loss, RunSpec, with_policies
 from tools.simulate.from_cluster import Measured, read_cluster
 from tools.simulate.sim_file import InstanceEntry, SimFile, at_key, find_file, is_sim_file, load_sim_file
 
@@ -122,6 +122,9 @@ class _Instance:
                 prefill_first=entry.prefill_first,
                 reserves_output=entry.reserves_output,
                 prefix_cache=entry.prefix_cache,
+                host=self._host(),
+                session_keep_s=entry.session_keep_s if entry.prefix_cache else 0.0,
+                session_share=entry.session_share if entry.prefix_cache else 0.0,
             ),
             link=self._link(),
             node=entry.node,
@@ -189,6 +192,13 @@ class _Instance:
         if size == "auto":
             return default_staging(kv_tokens, self._longest)
         return None if size is None else self._tokens_in(size)
+
+    def _host(self) -> HostTier | None:
+        entry, kind = self._entry, self._kind
+        if not entry.host_kv_bytes:
+            return None
+        tokens = self._tokens_in(entry.host_kv_bytes) // kind.lanes
+        return HostTier.of_kind(self._models, kind, tokens, entry.slowdown)
 
     def _tokens_in(self, size: int) -> int:
         """Tokens whose KV fits in `size` bytes over all ranks."""

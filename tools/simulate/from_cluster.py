@@ -32,7 +32,6 @@ _LOG = "logs do not change decisions"
 _SEED = "a simulation has a seed of its own"
 _NO_FAULTS = "the simulation of a cluster file has no faults"
 _STOP = "no process of a simulation is stopped"
-_SESSIONS = "requests of a trace name no session"
 
 # By reason, the settings that make no difference.
 NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
@@ -48,8 +47,6 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         ),
         "start-up is not simulated": ("trust_remote_code",),
         "step times include the cost of an engine's scheduler": ("async_scheduling",),
-        "a simulated instance keeps no KV in host memory": ("host_kv_bytes",),
-        _SESSIONS: ("session_keep_s", "session_share"),
         "a simulation has unlimited room for prefetched KV": ("inbox_bytes",),
         "the rate of a link is that of the file's `network`": ("kv_transport", "kv_nixl_trusted", "kv_connections"),
         "no KV transfer of a simulation misses its deadline": ("lease_s", "lease_renewals", "pull_timeout_s"),
@@ -96,7 +93,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         "of the front end: the instances have their own, and a trace of lengths needs no templates and parsers": (
             *("dtype", "vllm_args", "trust_remote_code"),
         ),
-        _SESSIONS: ("sessions", "session_bytes"),
+        "the clients of a trace send no hints, for which prompts are kept": ("session_bytes",),
         "requests of a trace have no keys": ("api_keys_file", "caller_share"),
         "requests of a trace have no grammars": ("grammar_cpu_s", "grammar_cache_bytes"),
         "all requests have the class default": ("service_tiers",),
@@ -161,6 +158,7 @@ def read_cluster(file: Path) -> tuple[SimFile, Measured]:
             **gateway.model_dump(include=run),
             **monitor.model_dump(include=run),
             "codec": gateway.kv_codec,
+            "sessions": gateway.sessions > 0,
             "broadcast_s": monitor.broadcast_period_s,
             "role_flip_every_s": monitor.role_flip_period_s,
             "streaming": not all(_emulated(worker) for _, worker in workers),
@@ -217,6 +215,7 @@ def _instance(section: InstanceSection, worker: WorkerSettings, places: Places) 
     ranks = _full_ranks(worker)
     return entry | {
         "kv_cache_bytes": int(worker.kv_cache_bytes * ranks),
+        "host_kv_bytes": int(worker.host_kv_bytes * ranks),
         "staging_bytes": "auto" if worker.staging_bytes is None else int(worker.staging_bytes * ranks),
         "prefix_cache": bool(worker.engine_args.get("enable_prefix_caching", True)),
     }

@@ -96,6 +96,7 @@ class RunEntry(_Part):
     patience_s: Annotated[float, Field(ge=0)] = float("inf")
     moves: Annotated[int, Field(ge=0)] = 2
     migration: bool = True
+    sessions: bool = True
     job_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
     max_queued_jobs: Count | None = None
     max_queued_tokens: Count | None = None
@@ -111,6 +112,7 @@ class InstanceEntry(_Part):
 
     kv_cache_bytes: KV over all its accelerators; by default the memory beside the weights. staging_bytes: host memory
     for KV of prompts that is not sent yet, over all its accelerators; by default unlimited; `auto`: a worker's default.
+    host_kv_bytes: host memory for KV that left the prefix cache, over all its accelerators.
     price_usd_hour: of one accelerator. link: a name of `links`, or a link; by default `links.default`, else the
     catalogue's network for each of its accelerators. node: its place in the file's `network`, which then applies.
     pipeline_layers: of each stage, by default as vLLM divides them; stage_accelerators: of each stage, where they
@@ -142,6 +144,9 @@ class InstanceEntry(_Part):
     prefill_first: bool = False
     reserves_output: bool = False
     prefix_cache: bool = False
+    host_kv_bytes: Annotated[int, Field(ge=0)] = 0
+    session_keep_s: Seconds = 30.0
+    session_share: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     staging_bytes: Count | Literal["auto"] | None = None
     max_prefills: Count | None = None
     price_usd_hour: Seconds | None = None
@@ -156,6 +161,14 @@ class InstanceEntry(_Part):
         for key in ("pipeline_layers", "stage_accelerators"):
             if (count := len(getattr(self, key))) not in (0, self.pipeline_parallel):
                 raise ValueError(f"{key}: {count} for {self.pipeline_parallel} stages (pipeline_parallel)")
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_it_caches(self) -> Self:
+        if self.host_kv_bytes and not self.prefix_cache:
+            raise ValueError(
+                "host_kv_bytes: the instance has no prefix cache (prefix_cache), whose KV would stay there"
+            )
         return self
 
     @property

@@ -225,6 +225,7 @@ class HostTierStats(msgspec.Struct, frozen=True):
     loaded_blocks: int = 0
     evicted_blocks: int = 0
     served_tokens: int = 0  # of prompts, loaded in place of being computed
+    block_tokens: float = 0.0  # tokens of a prompt for each block, of whatever group of layers
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -403,15 +404,19 @@ class BlocksStored(msgspec.Struct, frozen=True):
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):
-    """One copy of each block is gone. A block that was stored twice is gone when it was removed twice."""
+    """One copy of each block is gone: of the accelerator, or the one in host memory. A block that was stored twice is
+    gone when it was removed twice.
+    """
 
     blocks: Sequence[BlockName]
+    host: bool = False
 
 
 class BlocksKept(msgspec.Struct, frozen=True):
-    """There is one more copy of each block that can be found already: in host memory."""
+    """There is one more copy of each block that can be found already: on the accelerator, or in host memory."""
 
     blocks: Sequence[BlockName]
+    host: bool = False
 
 
 class BlocksCleared(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import msgspec
 
 from services.worker.engines.base import (
+    BlocksKept,
     BlocksRemoved,
     BlocksStored,
     CacheExport,
@@ -26,6 +27,7 @@ from services.worker.engines.base import (
     EnginePolicies,
     EngineRequest,
     EngineStats,
+    HostTierStats,
     Left,
     Sink,
     StepLog,
@@ -47,14 +49,14 @@ from shared.domain.job import JobView, LengthPrediction
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import MODALITIES, begun_in, block_hashes, next_hash, packed, root_hash
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
 from shared.sim.group import DecodeGroup
 from shared.sim.memory import KvMemory
 from shared.sim.request import ScheduledRequest, State
 from shared.sim.scheduler import Backlog, Scheduler, Step
-from shared.sim.spec import EngineLimits
+from shared.sim.spec import EngineLimits, HostTier
 from shared.wire.messages import Reused, TokenStep
 
 log = get_log(__name__)
@@ -108,6 +110,7 @@ class EmulatedEngine:
         self._woken = asyncio.Event()  # the room for exports may have changed
         self._tasks: list[asyncio.Task[None]] = []
         self.steps = StepLog()
+        self._host: HostTier | None = None
 
     @property
     def step_s(self) -> float:
@@ -127,7 +130,15 @@ class EmulatedEngine:
         paths = {peer: entry.link for peer, entry in s.emulated_links.items()}
         self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype, paths, s.emulated_slowdown)
         copies = float(s.tensor_parallel) if geometry.latent else max(1.0, s.tensor_parallel / geometry.kv_heads)
-        total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * copies * s.block_size)))
+        self._block_bytes = geometry.kv_bytes_per_token(2.0) * copies * s.block_size
+        total = max(1, int(s.kv_cache_bytes // self._block_bytes))
+        if s.host_kv_bytes:
+            tokens = int(s.host_kv_bytes // self._block_bytes) * s.block_size
+            if not tokens:
+                raise InvalidRequest(
+                    f"host_kv_bytes: {s.host_kv_bytes} bytes do not hold a block of {s.block_size} tokens"
+                )
+            self._host = HostTier.of_kind(models, kind, tokens, s.emulated_slowdown)
         blocks = max(1, total // lanes)  # of each lane
         self._lanes = tuple(self._lane(blocks) for _ in range(lanes))
         for lane in self._lanes:
@@ -137,6 +148,8 @@ class EmulatedEngine:
         compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
         longest = min(s.max_model_len, blocks * s.block_size)
         rates = _rates(s, models, kind)
+        if self._host is not None:
+            rates = msgspec.structs.replace(rates, host_token_s=self._host.token_s)
         caches = s.emulated_prefix_cache and lanes == 1
         return EngineInfo(
             compatibility,
@@ -155,6 +168,9 @@ class EmulatedEngine:
             sequences=min(max(1, s.max_seqs // s.pipeline_parallel), s.step_tokens),
             block_tokens=s.block_size,
             prefix_cache=s.emulated_prefix_cache and s.pipeline_parallel == 1,
+            host=self._host,
+            session_keep_s=s.session_keep_s,
+            session_share=s.session_share,
         )
         lane = EmulatedLane(limits, blocks, self.link, self._duration_s, self._rates, self.steps, self._on_cache)
         lane.set_policies(self.policies)
@@ -241,6 +257,24 @@ class EmulatedEngine:
             prompt_tokens=sum(lane.prompt_tokens for lane in self._lanes),
             hit_tokens=sum(lane.hit_tokens for lane in self._lanes),
             preemptions=sum(lane.preemptions for lane in self._lanes),
+            sessions=sum(len(lane.memory.sessions) for lane in self._lanes),
+            session_blocks=sum(lane.memory.sessions.pinned for lane in self._lanes),
+            sessions_yielded=sum(lane.memory.sessions.yielded for lane in self._lanes),
+            host=self._host_stats(),
+        )
+
+    def _host_stats(self) -> HostTierStats:
+        host = self._lanes[0].memory.host  # an engine with a host tier has one lane
+        if host is None:
+            return HostTierStats()
+        return HostTierStats(
+            held_bytes=int(len(host.index) * self._block_bytes),
+            limit_bytes=int(host.index.slots * self._block_bytes),
+            stored_blocks=host.stored,
+            loaded_blocks=host.loaded,
+            evicted_blocks=host.evicted,
+            served_tokens=host.loaded * self._settings.block_size,
+            block_tokens=float(self._settings.block_size),
         )
 
     async def close(self) -> None:
@@ -281,7 +315,7 @@ class EmulatedLane:
         self._steps = steps
         self._on_cache = on_cache
         self._work = asyncio.Event()
-        self.memory = KvMemory(limits, blocks * limits.block_tokens, limits.block_tokens, self._block_dropped)
+        self.memory = KvMemory(limits, blocks * limits.block_tokens, limits.block_tokens, self)
         self.scheduler: Scheduler[EmulatedRequest] = Scheduler(
             limits,
             self.memory,
@@ -420,7 +454,7 @@ class EmulatedLane:
                 due = time.monotonic()
                 continue
             batch = self._batch(step)
-            due = max(due, began - _LATE_S) + self._duration_s(batch)
+            due = max(due, began - _LATE_S) + self._duration_s(batch) + self.memory.take_copied_s()
             await asyncio.sleep(due - began)
             self._end_step(step)
             seconds = time.monotonic() - began
@@ -451,7 +485,7 @@ class EmulatedLane:
         for request in decodes:
             self._cache_blocks(request, scheduler.group.tokens_of(request) - 1)
         for request in complete:
-            scheduler.finish(request)
+            self._finish(request)
         for request in decodes:
             self._deliver(request)
         for request, tokens in step.chunks:
@@ -464,8 +498,13 @@ class EmulatedLane:
             if request.output_left:
                 scheduler.start_decoding(request)
             else:
-                scheduler.finish(request)
+                self._finish(request)
             self._deliver(request)
+
+    def _finish(self, request: EmulatedRequest) -> None:
+        if request.job.session:
+            self.memory.keep_session(request, (), time.monotonic())
+        self.scheduler.finish(request)
 
     def _deliver(self, request: EmulatedRequest) -> None:
         """Deliver the token that the step has given to a request, unless it was aborted during the step."""
@@ -509,12 +548,21 @@ class EmulatedLane:
                 last = root_hash(generation.cache_salt) if parent is None else parent
                 request.prefix += (next_hash(last, packed(block), begun),)
             name = request.prefix[number]
-            if self.memory.keep_blocks(request, (name,)):
+            if self.memory.keep_blocks(request, (name,), parent):
                 self._on_cache([BlocksStored([name], parent, block, generation.cache_salt, begun=begun)])
             request.cached_blocks += 1
 
-    def _block_dropped(self, name: int) -> None:
-        self._on_cache([BlocksRemoved([name])])
+    def loaded(self, block: int, parent: int | None) -> None:
+        self._on_cache([BlocksKept([block])])
+
+    def dropped(self, block: int) -> None:
+        self._on_cache([BlocksRemoved([block])])
+
+    def kept(self, block: int) -> None:
+        self._on_cache([BlocksKept([block], host=True)])
+
+    def lost(self, block: int) -> None:
+        self._on_cache([BlocksRemoved([block], host=True)])
 
 
 class EmulatedLink:

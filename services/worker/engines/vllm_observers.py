@@ -199,11 +199,11 @@ def _converted(event: object, group: int) -> CacheEvent | None:
     if getattr(event, "group_idx", None) not in (None, group):
         return None
     if isinstance(event, BlockRemoved):
-        return BlocksRemoved(event.block_hashes)
+        return BlocksRemoved(event.block_hashes, host=event.medium == MEDIUM_CPU)
     if not isinstance(event, BlockStored):
         return None
     if event.medium == MEDIUM_CPU:
-        return BlocksKept(event.block_hashes)
+        return BlocksKept(event.block_hashes, host=True)
     adapter = event.lora_name or ""
     keys = _keys(event, adapter)
     if keys is None:

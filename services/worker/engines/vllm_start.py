@@ -23,7 +23,6 @@ from services.worker.engines.base import EngineInfo
 from services.worker.engines.vllm_patches import force_known_tokens, longest_hit, observe_blocks, overlap_on_cpu
 from services.worker.identity import fingerprint, folder_of, precision_of
 from services.worker.kv.codec import codec_speeds
-from services.worker.kv.host_index import SlotIndex
 from services.worker.kv.layout import LayoutError
 from services.worker.kv.vllm.connector import host_slots_on_rank, host_store_on_rank
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
@@ -47,6 +46,7 @@ from shared.model.source import (
 from shared.model.support import fault_of_stored_kv, faults_of_model, note_on_torchvision
 from shared.model.weights import fault_of_weights, weights_of
 from shared.policy.decode_admission import Blocks
+from shared.policy.host_index import SlotIndex
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
 

@@ -45,6 +45,7 @@ class KvPort:
 
     staged_bytes = 0  # over all ranks
     nixl_failures = 0  # pairs that both have NIXL and fell back to TCP, since the start
+    host_block_s = 0.0  # that the load of a block from the host tier takes, on the slowest rank; 0: not measured
 
     def __init__(self, template: KvHandle, adapters: Mapping[str, str] | None = None) -> None:
         """`template`: a handle of this instance, whose transfer id, tokens, codec and adapter are replaced. adapters:
@@ -337,6 +338,7 @@ class ConnectorPort(KvPort):
         for rank, stats in enumerate(ranks):
             self._staged[rank] = stats.staged_bytes
         self.nixl_failures = sum(stats.nixl_failures for stats in ranks)
+        self.host_block_s = max((stats.host_block_s for stats in ranks), default=0.0)
 
 
 def _merged(pulls: list[PullEnded]) -> TransferReport:

@@ -89,6 +89,7 @@ class RankStats(msgspec.Struct):
     nixl_received_bytes: int = 0  # of `received_bytes`
     nixl_failures: int = 0  # pairs that both have NIXL and fell back to TCP
     nixl_refused: int = 0  # pairs that both have NIXL and may not use it
+    host_block_s: float = 0.0  # that the load of a block from the host tier takes; 0: there is none
 
 
 # The envelopes of an operation and of its answer on a control socket.

@@ -162,11 +162,11 @@ def test_a_block_that_stays_in_host_memory_is_held_until_it_leaves_that_too() ->
     held, known = HeldPrefixes(OURS), list[int]()
     held.apply(BlocksStored([b"1"], None, list(range(OURS))))
     for event, holds in (
-        (BlocksKept([b"1", b"of another group"]), True),
+        (BlocksKept([b"1", b"of another group"], host=True), True),
         (BlocksRemoved([b"1"]), True),
         (BlocksStored([b"1"], None, list(range(OURS))), True),  # loaded back
         (BlocksRemoved([b"1"]), True),
-        (BlocksRemoved([b"1"]), False),
+        (BlocksRemoved([b"1"], host=True), False),
         (BlocksKept([b"1"]), False),  # of a block that is not known
     ):
         held.apply(event)
@@ -227,6 +227,30 @@ async def test_changes_of_a_while_are_one_message_and_silence_costs_nothing() ->
         if feed._timer is not None:
             await until(lambda: feed._timer is None, "the time of the next message")
         assert len(caller.items) == 2
+
+
+async def test_it_says_which_blocks_lie_in_host_memory() -> None:
+    """A block on the accelerator that follows one in host memory counts as there."""
+    feed = PrefixFeed(7, tiered=True)
+    prefix = block_hashes(PROMPT)
+
+    def hosted(caller: Caller) -> int:
+        held = caller.index.held_tokens("w", prefix)
+        return caller.index.hosted_tokens("w", prefix, held) // BLOCK_TOKENS
+
+    async with calling(feed) as caller:
+        feed.receive([stored(0, 6), BlocksKept([4, 5], host=True), BlocksRemoved([4])])
+        await until(lambda: caller.held == 6, "blocks of both tiers")
+        assert hosted(caller) == 2
+        async with calling(feed) as late:
+            assert (late.held, hosted(late)) == (6, 2)
+        feed.receive([stored(4, 5)])  # loaded back
+        await until(lambda: not hosted(caller), "all is on the accelerator")
+        feed.receive([BlocksRemoved([5])])
+        await until(lambda: hosted(caller) == 1, "the last block is in host memory alone")
+        feed.receive([BlocksRemoved([5], host=True)])
+        await until(lambda: caller.held == 5, "the last block is gone")
+        assert not hosted(caller)
 
 
 async def test_who_comes_late_gets_all_and_then_the_same_as_the_others() -> None:

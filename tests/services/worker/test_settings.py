@@ -66,9 +66,11 @@ def test_engines_that_make_no_sense_are_refused(changes: dict[str, Any], says: s
         settings(**changes)
 
 
-def test_an_emulated_engine_has_no_host_tier() -> None:
-    with pytest.raises(ValidationError, match="host_kv_bytes: an emulated engine has no host tier"):
-        settings(engine="emulated", host_kv_bytes=1 << 30)
+@pytest.mark.parametrize("more", [{"emulated_prefix_cache": False}, {"pipeline_parallel": 2}])
+def test_an_emulated_engine_without_a_prefix_cache_has_no_host_tier(more: dict[str, Any]) -> None:
+    assert settings(engine="emulated", host_kv_bytes=1 << 30).host_kv_bytes == 1 << 30
+    with pytest.raises(ValidationError, match="host_kv_bytes: this emulated engine has no prefix cache"):
+        settings(engine="emulated", host_kv_bytes=1 << 30, **more)
 
 
 def test_an_emulated_engine_may_have_a_pipeline() -> None:

@@ -161,6 +161,25 @@ def test_it_tells_what_has_changed_and_the_same_again_after_a_while() -> None:
 HANDLE = KvHandle("t", "other", 1, "f", (), 100, "bfloat16")
 
 
+def test_what_loading_from_host_memory_takes_is_reported_as_it_is_measured() -> None:
+    measured = [0.0]
+    engine = EngineInfo(Compatibility("abc", "vllm", "1", 2, KvGeometry(6, 2, 64)), 100, 2048, 32)
+    info = instance_info(worker(), engine, 7)
+    rates = LiveRates(worker(), info, StepLog(), host_token_s=lambda: measured[0])
+    rates.learn()
+    before = rates.to_publish(0.0)
+    assert before is not None
+    assert before.host_token_s == 0.0
+    measured[0] = 2e-6
+    rates.learn()
+    published = rates.to_publish(0.1)
+    assert published is not None
+    assert published.host_token_s == 2e-6
+    measured[0] *= 1.01
+    rates.learn()
+    assert rates.to_publish(0.2) is None
+
+
 def test_imports_show_the_link() -> None:
     live = LiveRates(worker(), info(), StepLog())
     pulled = TransferReport(TransferOutcome.PULLED, 100, 100 << 20, 10.0, 10.5)

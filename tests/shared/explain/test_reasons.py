@@ -96,6 +96,13 @@ def test_every_entry_is_written_somewhere() -> None:
         (Reason("placement:adaptive", {"wait_s": 0.0, "saved_tokens": 0}), "nothing ahead of it"),
         (
             Reason(
+                "placement:adaptive", {"wait_s": 0.0, "saved_tokens": 2048, "host_tokens": 1408, "host_load_s": 0.012}
+            ),
+            "nothing ahead of it; it holds 2,048 tokens of this prompt; 1,408 tokens of it lie in its host memory: "
+            "loading takes 12 ms",
+        ),
+        (
+            Reason(
                 "placement:adaptive",
                 {"wait_s": 0.0, "pull_from": "d-1", "pull_tokens": 1408, "pull_s": 0.031, "compute_s": 0.2},
             ),

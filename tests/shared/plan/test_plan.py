@@ -58,7 +58,8 @@ def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool
     workload = found.evaluator.workload(Trial(plan, 4.0))
     for one, other in zip(instances, read.instances, strict=True):
         assert one.instance_id == other.instance_id
-        limits = replace(other.limits, prefix_cache=False)  # the workload says nothing of prefixes
+        # The workload says nothing of prefixes and sessions.
+        limits = replace(other.limits, prefix_cache=False, session_keep_s=0.0, session_share=0.0)
         assert (one.role, one.lanes, one.node, one.limits) == (other.role, other.lanes, other.node, limits)
         assert one.kv_tokens == pytest.approx(other.kv_tokens, abs=1)
         assert (one.rates.step, one.precision) == (other.rates.step, other.precision)

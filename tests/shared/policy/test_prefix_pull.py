@@ -316,3 +316,92 @@ def test_a_scheduler_counts_what_is_pulled_as_held() -> None:
     route = decider.decide(long(), (), 0.0)
     assert pulled(route) == ("a", 2_688)
     assert decider.expected(long(), route)[0] == 2_688
+
+
+# Prefixes in host memory.
+
+
+TOKEN_S = 2e-5  # a fifth of what a prompt token takes to compute
+
+
+def tiered(side: InstanceView, token_s: float = TOKEN_S) -> InstanceView:
+    known = msgspec.structs.replace(side.info.rates, host_token_s=token_s)
+    return msgspec.structs.replace(side, info=msgspec.structs.replace(side.info, rates=known))
+
+
+def hosting(held: dict[str, tuple[int, int]], *views: InstanceView) -> ClusterIndex:
+    """held: by instance the blocks of the prompt that it holds, and of these the first ones on its accelerator."""
+    prefixes = PrefixIndex()
+    for instance_id, (blocks, device) in held.items():
+        delta = PrefixDelta(1, 0, list(BLOCKS[:blocks]), starts=True, hosted=list(BLOCKS[device:blocks]))
+        assert prefixes.apply(instance_id, delta)
+    return ClusterIndex(view(*views), rng=Random(0), prefixes=prefixes)
+
+
+def test_what_an_instance_loads_is_a_part_of_its_time() -> None:
+    job = long()
+    plain, loading = PrefillSide(p(), 2_688), PrefillSide(tiered(p()), 2_688, 1_408)
+    assert loading.own_s(PROMPT) == pytest.approx(plain.own_s(PROMPT) + 1_408 * TOKEN_S)
+    assert loading.own_s(1_280) == pytest.approx(plain.own_s(1_280))  # the first blocks are on the accelerator
+    assert loading.own_s(2_000) == pytest.approx(plain.own_s(2_000) + 720 * TOKEN_S)
+    here, there = (
+        DecodeSide(d(**busy(8)), context(job), 2_688),
+        DecodeSide(tiered(d(**busy(8))), context(job), 2_688, loaded=1_408),
+    )
+    assert there.terms(0).rest_s == pytest.approx(here.terms(0).rest_s + 1_408 * TOKEN_S)
+    assert there.terms(0).others > here.terms(0).others  # the decodes there wait meanwhile
+    assert there.terms(PROMPT).others > here.terms(PROMPT).others  # also where the rest is imported
+    assert there.terms(PROMPT, 0) == here.terms(PROMPT, 0)  # KV of another precision: nothing of its own is of use
+
+
+def test_a_holder_loads_what_it_sends() -> None:
+    plain, loading = Holder(tiered(p()), 2_688), Holder(tiered(p()), 2_688, 1_408)
+    assert loading.gather_s(2_688) == pytest.approx(plain.gather_s(2_688) + 1_408 * TOKEN_S)
+    assert loading.gather_s(640) == pytest.approx(plain.gather_s(640) + 640 * TOKEN_S)
+
+
+def test_a_prefix_in_host_memory_is_worth_less_than_one_on_the_accelerator() -> None:
+    views = tiered(p("a")), tiered(p("b")), d()
+    found = figures(routed(hosting({"a": (42, 42), "b": (42, 10)}, *views), long()))
+    assert (found["chosen"], found["saved_tokens"]) == ("a", 2_688)
+    assert "host_tokens" not in found
+    found = figures(routed(hosting({"b": (42, 10)}, *views), long()))
+    assert (found["chosen"], found["saved_tokens"], found["host_tokens"]) == ("b", 2_688, 2_048)
+    assert found["host_load_s"] == pytest.approx(2_048 * TOKEN_S)
+    slow = tiered(p("a")), tiered(p("b"), 1e-3), d()
+    index = hosting({"a": (2, 2), "b": (42, 10)}, *slow)
+    assert figures(routed(index, long(), WITHOUT))["chosen"] == "a"  # to compute is quicker
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_switched_off_or_without_host_memory_decisions_are_as_before(seed: int) -> None:
+    """What lies in host memory does not count, and where nothing does, the switch makes no difference."""
+    drawn = Random(seed)
+    off = Policies(Adaptive(host_tier=False), ALL.split, ALL.dispatch)
+    names = [f"n{number}" for number in range(9)]  # more than are looked up
+    held = {name: (blocks := drawn.randrange(43), drawn.randrange(blocks + 1)) for name in names}
+    device = {name: (known, known) for name, (_, known) in held.items()}
+    views = [tiered((p if at % 2 else d)(name, **busy(drawn.randrange(9)))) for at, name in enumerate(names)]
+    bare = [
+        (p if at % 2 else d)(name, **msgspec.structs.asdict(each.load))
+        for at, (name, each) in enumerate(zip(names, views, strict=True))
+    ]
+    routes = [
+        routed(hosting(known, *nodes), long(), policies)
+        for known, nodes, policies in (
+            (held, views, off),
+            (device, views, off),
+            (device, views, ALL),
+            (device, bare, ALL),
+        )
+    ]
+    assert (
+        len(
+            {
+                (one.prefill and one.prefill.instance_id, one.decode and one.decode.instance_id, one.split, pulled(one))
+                for one in routes
+            }
+        )
+        == 1
+    )
+    assert len({str(figures(one)) for one in routes}) == 1

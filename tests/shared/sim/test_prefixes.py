@@ -86,7 +86,7 @@ def test_what_is_told_of_a_cache_is_what_it_matches(steps: list[tuple[bool, tupl
         assert memory.allocate(other, other.tokens)
         memory.trim_cache()
         memory.release(other)
-        added, removed = watched.take_changes()
+        added, removed, _ = watched.take_changes()
         told = (told - set(removed)) | set(added)
         for one in PROMPTS:
             known = next((at for at, block in enumerate(one) if block not in told), len(one))

@@ -165,12 +165,13 @@ CHANGES: list[tuple[type[Section], dict[str, Any], dict[str, Any]]] = [
     (InstanceSection, REAL, {"engine_args": {"quantization": "fp8"}}),
     (InstanceSection, REAL, {"weights": "QUANTISED"}),
     (InstanceSection, DEFAULTS, {"emulated_precision": "int8"}),
+    (InstanceSection, DEFAULTS, {"host_kv_bytes": 1 << 30, "session_keep_s": 5.0, "session_share": 0.2}),
     (MonitorSection, {}, {"broadcast_period_s": 0.5, "drain_timeout_s": 5.0}),
     (MonitorSection, {}, {"role_flip_period_s": 5.0, "role_flip_respects_s": 5.0}),
     (GatewaySection, {}, {"max_queued_jobs": 8, "max_queued_tokens": 4096, "job_timeout_s": 60.0}),
     (GatewaySection, {}, {"slo": {"default": {"mixed_precision": False}}}),
     (GatewaySection, {}, {"patience_s": 1.0, "moves": 0, "slo": {"default": {"ttft_s": 0.5}}, "kv_codec": "int8"}),
-    (GatewaySection, {}, {"migration": False}),
+    (GatewaySection, {}, {"migration": False, "sessions": 0}),
 ]
 KEYS = {InstanceSection: "instance_defaults", MonitorSection: "monitor", GatewaySection: "gateway"}
 

@@ -571,6 +571,7 @@ class PolyphaseConnectorWorker:
     def host_store(self) -> HostStore:
         """A store for blocks of this rank, yet without memory. Raises LayoutError."""
         self.host = HostStore(self._caches, self._cache_config.num_blocks)
+        self._rank.endpoint.host_block_s = lambda: self.host.timer.block_s if self.host is not None else 0.0
         return self.host
 
     def save_to_host(self, step: PolyphaseConnectorMetadata) -> None:

@@ -2,7 +2,9 @@
 kinds of layers, also those of a draft, are therefore stored as they are.
 """
 
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +12,8 @@ import torch
 from services.worker.kv.layout import LayoutError
 
 _SCRATCH_BYTES = 64 << 20  # of a device's memory, for blocks on their way
+_SAMPLE_BLOCKS, _SAMPLES = 16, 3  # that are copied at the start, to measure how long a load takes
+_HALF_BLOCKS = 1024  # after so many loaded blocks, a measurement counts half
 
 
 @dataclass(slots=True)
@@ -18,6 +22,40 @@ class HostCopies:
 
     saves: dict[int, int] = field(default_factory=dict)
     loads: dict[int, int] = field(default_factory=dict)
+
+
+class LoadTimer:
+    """How long loads take. On a device they are measured by its own clock, and counted at a later load."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.block_s = 0.0  # seconds a block, over the last loads; any thread may read it
+        self._device = device
+        self._blocks = self._seconds = 0.0  # of the last loads
+        self._under_way: deque[tuple[torch.Event, torch.Event, int]] = deque()
+
+    def measure(self, blocks: int, load: Callable[[], None]) -> None:
+        if self._device.type == "cpu":
+            began = time.perf_counter()
+            load()
+            self._add(blocks, time.perf_counter() - began)
+            return
+        self.collect()
+        began_at, ended_at = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        began_at.record()
+        load()
+        ended_at.record()
+        self._under_way.append((began_at, ended_at, blocks))
+
+    def collect(self) -> None:
+        """Count the loads of a device that have ended."""
+        while self._under_way and self._under_way[0][1].query():
+            began_at, ended_at, blocks = self._under_way.popleft()
+            self._add(blocks, began_at.elapsed_time(ended_at) / 1e3)
+
+    def _add(self, blocks: int, seconds: float) -> None:
+        kept = 0.5 ** (blocks / _HALF_BLOCKS)
+        self._blocks, self._seconds = kept * self._blocks + blocks, kept * self._seconds + seconds
+        self.block_s = self._seconds / self._blocks
 
 
 class HostStore:
@@ -32,6 +70,7 @@ class HostStore:
         self._blocks = blocks
         self._places, self._parts = _block_parts(caches, blocks)
         self.slot_bytes = sum(part.shape[1] * part.itemsize for part in self._parts)
+        self.timer = LoadTimer(self._parts[0].device)
         self._slots = torch.empty(0, 0, dtype=self._parts[0].dtype)
         self._registered = 0
 
@@ -39,12 +78,18 @@ class HostStore:
         """On a device, with pinned memory: this takes a second for some GB."""
         width, dtype, device = self.slot_bytes // self._parts[0].itemsize, self._parts[0].dtype, self._parts[0].device
         self._slots = torch.empty(slots, width, dtype=dtype)
-        if device.type == "cpu":
-            return
-        from vllm.v1.kv_offload.cpu.host_register import host_register
+        if device.type != "cpu":
+            from vllm.v1.kv_offload.cpu.host_register import host_register
 
-        if host_register(self._slots.data_ptr(), self._slots.nbytes):
-            self._registered = self._slots.data_ptr()
+            if host_register(self._slots.data_ptr(), self._slots.nbytes):
+                self._registered = self._slots.data_ptr()
+        sample = {at: at for at in range(min(_SAMPLE_BLOCKS, slots, self._blocks))}
+        self.save(sample)
+        for _ in range(_SAMPLES):  # blocks get what they have
+            self.load(sample)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        self.timer.collect()
 
     def close(self) -> None:
         if self._registered:
@@ -63,6 +108,9 @@ class HostStore:
 
     def load(self, loads: dict[int, int]) -> None:
         """Copy slots to blocks, by block."""
+        self.timer.measure(len(loads), lambda: self._load(loads))
+
+    def _load(self, loads: dict[int, int]) -> None:
         device = self._parts[0].device
         for blocks, slots in self._batches(loads):
             rows = torch.empty(len(slots), self._slots.shape[1], dtype=self._slots.dtype, device=device)

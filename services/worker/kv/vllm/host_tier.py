@@ -27,8 +27,8 @@ from vllm.v1.request import Request
 
 from services.worker.engines.base import HostTierStats
 from services.worker.kv import holds_exact_kv
-from services.worker.kv.host_index import Held, SlotIndex
 from services.worker.kv.vllm.host_store import HostCopies
+from shared.policy.host_index import Held, SlotIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class HostTier:
             loaded_blocks=self._loaded_blocks,
             evicted_blocks=self._evicted_blocks,
             served_tokens=self._served_tokens,
+            block_tokens=1.0 / sum(1.0 / size for size in self._sizes),
         )
 
     def cached(self, request: Request, blocks: Sequence[KVCacheBlock], start: int, end: int, group: int) -> None:

@@ -133,6 +133,7 @@ class KvEndpoint:
         # window is for KV that passes through.
         self.exporting = self._transport(staging=self.copies.memory.slabs)
         self.importing = self._transport(receiving_bytes=limits.inbox_bytes + MAX_WINDOW_BYTES)
+        self.host_block_s: Callable[[], float] = lambda: 0.0  # of the rank's store, once it has one
         self._events = EventSender(settings.events)
         self.pool = StagingPool(
             staging_bytes,
@@ -269,6 +270,7 @@ class KvEndpoint:
             staged_bytes=self.pool.staged_bytes,
             transfers=len(self.pool),
             serving=self.server.serving,
+            host_block_s=self.host_block_s(),
             events_lost=self._events.lost,
             dropped_messages=self.server.dropped + self.puller.imports.dropped + control,
         )

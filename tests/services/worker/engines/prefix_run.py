@@ -15,7 +15,7 @@ from services.worker.prefix_feed import HeldPrefixes
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import version_key
 from shared.domain.kv import KvHandle
-from shared.domain.prompt import BLOCK_TOKENS, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, PrefixDelta, block_hashes
 from shared.errors import EngineFailed
 from shared.policy.prefix_index import PrefixIndex
 from tests.services.worker.engines.engine_run import Run, freed, greedy
@@ -36,20 +36,24 @@ class Found:
     hit: int
     reused: int
     imported: int
+    hosted: int  # of `known`, told to lie in host memory
+    loaded: int  # from there
 
 
 class Told:
     def __init__(self) -> None:
-        self.held = HeldPrefixes()
+        self.held = HeldPrefixes(tiered=True)
 
     def __call__(self, events: Sequence[CacheEvent]) -> None:
         for event in events:
             self.held.apply(event)
 
-    def tokens(self, prompt: list[int], salt: str, adapter: str) -> int:
-        index = PrefixIndex()
-        index.replace("e", 1, list(self.held.reachable.blocks))
-        return index.held_tokens("e", block_hashes(prompt, salt, adapter))
+    def tokens(self, prompt: list[int], salt: str, adapter: str) -> tuple[int, int]:
+        """That are held, and of these the ones in host memory."""
+        index, prefix, told = PrefixIndex(), block_hashes(prompt, salt, adapter), self.held.reachable.snapshot()
+        index.apply("e", PrefixDelta(1, 0, told.added, starts=True, hosted=told.hosted))
+        held = index.held_tokens("e", prefix)
+        return held, index.hosted_tokens("e", prefix, held)
 
 
 class Trial(Run):
@@ -62,7 +66,7 @@ class Trial(Run):
 
     async def ask(self, what: str, prompt: list[int], salt: str = "", adapter: str = "", **more: Any) -> None:
         name = f"{what} {len(self.found)}"
-        known, before = self.told.tokens(prompt, salt, adapter), self.engine.stats()
+        (known, hosted), before = self.told.tokens(prompt, salt, adapter), self.engine.stats()
         self.submit(name, prompt, 2, salt=salt, adapter=adapter, **more)
         step = await self.end(name)
         assert step.finish_reason == "length", step
@@ -70,7 +74,8 @@ class Trial(Run):
         reused = self.firsts[name].reused
         assert reused is not None
         hit = after - before.hit_tokens
-        self.found.append(Found(what, len(prompt), known, hit, reused.tokens, reused.imported))
+        loaded = self.engine.stats().host.served_tokens - before.host.served_tokens
+        self.found.append(Found(what, len(prompt), known, hit, reused.tokens, reused.imported, hosted, loaded))
 
     async def counted(self, prompt_tokens: int) -> int:
         """Wait until the engine's counts have it, and its events are here."""

@@ -96,7 +96,7 @@ def test_blocks_that_come_to_host_memory_are_further_copies() -> None:
     kept = BlockStored([7], None, [], 2, None, MEDIUM_CPU, None, group_idx=0)
     gone = BlockRemoved([7], MEDIUM_CPU, group_idx=0)
     other = BlockStored([8], None, [], 2, None, MEDIUM_CPU, None, group_idx=1)
-    assert reported([FULL, WINDOW], [kept, other, gone]) == [BlocksKept([7]), BlocksRemoved([7])]
+    assert reported([FULL, WINDOW], [kept, other, gone]) == [BlocksKept([7], host=True), BlocksRemoved([7], host=True)]
 
 
 def test_media_items_are_reported_where_they_begin() -> None:

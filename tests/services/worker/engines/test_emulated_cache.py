@@ -3,14 +3,23 @@
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
+import numpy as np
+import pytest
+
 from services.worker.engines.base import CacheEvent, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.prefix_feed import HeldPrefixes
+from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
 from shared.domain.prompt import BLOCK_TOKENS, block_hashes
+from shared.sim.cluster import simulate
+from shared.sim.spec import EngineLimits, HostTier, RunSpec
+from shared.sim.workload import Workload
 from shared.wire.messages import Reused, TokenStep
 from tests.services.worker.engines.test_emulated import finish, handle, settings, steps
+from tests.shared.sim.clusters import instance
 
 PROMPT = list(range(1, 321))
 
@@ -24,7 +33,7 @@ def request(
 
 class Told:
     def __init__(self) -> None:
-        self.held = HeldPrefixes()
+        self.held = HeldPrefixes(tiered=True)
         self.events: list[CacheEvent] = []
 
     def __call__(self, events: Sequence[CacheEvent]) -> None:
@@ -138,6 +147,62 @@ async def test_memory_is_for_the_running_ones_first() -> None:
     work = (request("a", PROMPT), request("b", other), request("c", PROMPT), request("d", other))
     assert await run(told, *work, kv_cache_bytes=15 * bytes_of_block) == [320, 320, 320 - 128, 320 - 128]
     assert told.tokens(other) == 320
+
+
+HOST = {"kv_cache_bytes": 15 * 131_072 * 32, "host_kv_bytes": 40 * 131_072 * 32}
+
+
+async def test_blocks_that_leave_the_cache_stay_in_host_memory_and_are_loaded() -> None:
+    """As above with room for forty blocks in host memory: each prompt is computed once, and its last block."""
+    told, other = Told(), list(range(2000, 2320))
+    work = (request("a", PROMPT), request("b", other), request("c", PROMPT), request("d", other))
+    assert await run(told, *work, **HOST) == [320, 320, 32, 32]
+    assert told.tokens(other) == told.tokens(PROMPT) == 320
+    changes = told.held.reachable.snapshot()
+    hosted = [one for one in block_hashes(PROMPT) if one in changes.hosted]
+    assert 0 < len(hosted) < 5  # its beginning is still on the device
+    assert not set(block_hashes(other)) & set(changes.hosted)
+
+
+async def test_loading_takes_its_time_and_is_counted() -> None:
+    engine = EmulatedEngine(settings(**HOST, emulated_slowdown=1.0, emulated_step_s=None))
+    info = await engine.start()
+    assert info.rates.host_token_s == pytest.approx(131_072 / (0.8 * 32e9))  # the catalogue's A10
+    for number, prompt in enumerate((PROMPT, list(range(2000, 2320)), PROMPT)):
+        await finish(engine, request(str(number), prompt))
+    host = engine.stats().host
+    assert (host.served_tokens, host.limit_bytes) == (32 * host.loaded_blocks, HOST["host_kv_bytes"])
+    assert host.loaded_blocks > 0 < host.stored_blocks
+    await engine.close()
+
+
+async def test_it_computes_what_the_simulator_says() -> None:
+    """One prompt after the other, on an engine and in the simulator: they share the code of the cache and its tier."""
+    rng = np.random.default_rng(5)
+    prompts = [[*range(1000 * kind, 1000 * kind + 321)] for kind in rng.integers(1, 8, 25).tolist()]
+    limits = EngineLimits(512, 16, 32, prefix_cache=True, host=HostTier(20 * 32, 1e-6, 6 * 4096))
+    ids = tuple(tuple(range(10 * prompt[0], 10 * prompt[0] + 10)) for prompt in prompts)
+    count = len(prompts)
+    work = Workload("w", np.arange(count) * 100.0, np.full(count, 321), np.full(count, 2), ids, 32)
+    node = instance("n", Role.DECODE, kv_tokens=15 * 32, limits=limits)
+    simulated = simulate(work, [node], RunSpec()).instances[0].prefill_tokens
+    more = HOST | {"host_kv_bytes": 20 * 131_072 * 32}
+    computed = await run(Told(), *(request(str(at), prompt) for at, prompt in enumerate(prompts)), **more)
+    assert sum(computed) == simulated < 300 * count
+
+
+async def test_a_sessions_kv_is_kept_over_its_pause() -> None:
+    async def computed(session: str, **more: object) -> int:
+        told, others = Told(), [list(range(start, start + 96)) for start in (2000, 3000, 4000)]
+        turn = request("turn", PROMPT)
+        first = msgspec.structs.replace(
+            turn, request_id="first", job=msgspec.structs.replace(turn.job, session=session)
+        )
+        work = [first, *(request(str(at), prompt) for at, prompt in enumerate(others)), turn]
+        return (await run(told, *work, kv_cache_bytes=15 * 131_072 * 32, **more))[-1]
+
+    assert await computed("s", session_share=0.9) == 32
+    assert await computed("", session_share=0.9) == await computed("s", session_keep_s=0.0) > 32
 
 
 async def test_what_was_answered_is_held_too() -> None:

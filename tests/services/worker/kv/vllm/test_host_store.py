@@ -54,6 +54,7 @@ def test_blocks_come_back_as_they_were(
     for cache, was in zip(grouped, before, strict=True):
         assert torch.equal(cache[[1, 4, 2, 0, 3]], was[[1, 5, 2, 0, 3]])
         assert not cache[5].any()
+    assert 0.0 < store.timer.block_s < 1.0
     store.zero = True
     store.load({0: 3})
     assert not any(cache[0].any() for cache in grouped)

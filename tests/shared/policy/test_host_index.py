@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.host_index import Put, SlotIndex
+from shared.policy.host_index import Put, SlotIndex
 
 BLOCK = 32
 

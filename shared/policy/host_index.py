@@ -11,16 +11,22 @@ leaves in the end, however long it is.
 
 import heapq
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Generic
+
+from typing_extensions import TypeVar
+
+Key = TypeVar("Key", bound=Hashable, default=bytes)  # of a block
 
 
 @dataclass(slots=True)
-class Held:
+class Held(Generic[Key]):
     """A block of the store. Only its `slot` is for others."""
 
-    key: bytes
+    key: Key
     slot: int
-    parent: bytes | None
+    parent: Key | None
     depth_tokens: int
     value: float = 0.0
     used: int = 0  # the number of its last use
@@ -29,37 +35,37 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class Put(Generic[Key]):
     """A block's new slot, and the block that left it."""
 
     slot: int
-    dropped: bytes | None = None
+    dropped: Key | None = None
 
 
-class SlotIndex:
+class SlotIndex(Generic[Key]):
     """Blocks by their keys. A key says all tokens up to the end of its block."""
 
     def __init__(self, slots: int, double_tokens: int) -> None:
         """double_tokens: so deep in a prompt, a token takes twice the time of the first one."""
         self.slots = slots
         self._double_tokens = double_tokens
-        self._held: dict[bytes, Held] = {}
+        self._held: dict[Key, Held[Key]] = {}
         self._free = list(range(slots - 1, -1, -1))
-        self._followers: Counter[bytes] = Counter()  # by block, held or not: the held blocks that follow it
-        self._candidates: list[tuple[float, int, bytes]] = []  # a heap; an entry is void after a later use
+        self._followers: Counter[Key] = Counter()  # by block, held or not: the held blocks that follow it
+        self._candidates: list[tuple[float, int, Key]] = []  # a heap; an entry is void after a later use
         self._floor = 0.0  # the value of the last block that left
         self._uses = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._held
 
-    def get(self, key: bytes) -> Held | None:
+    def get(self, key: Key) -> Held[Key] | None:
         return self._held.get(key)
 
-    def put(self, key: bytes, parent: bytes | None, depth_tokens: int) -> Put | None:
+    def put(self, key: Key, parent: Key | None, depth_tokens: int) -> Put[Key] | None:
         """Give a block that is not held a slot. None: every block is pinned, or followed by one that is.
 
         parent: the block without which this one is not found. depth_tokens: before the block, in its prompt.
@@ -77,27 +83,27 @@ class SlotIndex:
         self.use(key)
         return Put(slot, dropped)
 
-    def use(self, key: bytes) -> None:
+    def use(self, key: Key) -> None:
         """A held block was stored again, or loaded."""
         held = self._held[key]
         self._uses += 1
         held.used, held.value = self._uses, self._floor + 1.0 + held.depth_tokens / self._double_tokens
         self._offer(held)
 
-    def pin(self, key: bytes) -> Held:
+    def pin(self, key: Key) -> Held[Key]:
         """Keep a held block, and its slot, until as many calls of `unpin`."""
         held = self._held[key]
         held.pins += 1
         return held
 
-    def unpin(self, held: Held) -> None:
+    def unpin(self, held: Held[Key]) -> None:
         held.pins -= 1
         if held.cleared and not held.pins:
             self._free.append(held.slot)
         elif not held.cleared:
             self._offer(held)
 
-    def drop(self, key: bytes) -> None:
+    def drop(self, key: Key) -> None:
         held = self._held.pop(key)
         self._free.append(held.slot)
         parent = held.parent
@@ -119,7 +125,7 @@ class SlotIndex:
         self._followers.clear()
         self._candidates.clear()
 
-    def _offer(self, held: Held) -> None:
+    def _offer(self, held: Held[Key]) -> None:
         """Make a block a candidate, if it is one."""
         if held.pins or self._followers.get(held.key):
             return
@@ -128,7 +134,7 @@ class SlotIndex:
             self._candidates = list({entry for entry in self._candidates if self._is_candidate(entry)})
             heapq.heapify(self._candidates)
 
-    def _lowest(self) -> bytes | None:
+    def _lowest(self) -> Key | None:
         """The candidate that leaves."""
         while self._candidates:
             entry = heapq.heappop(self._candidates)
@@ -137,7 +143,7 @@ class SlotIndex:
                 return entry[2]
         return None
 
-    def _is_candidate(self, entry: tuple[float, int, bytes]) -> bool:
+    def _is_candidate(self, entry: tuple[float, int, Key]) -> bool:
         _, used, key = entry
         held = self._held.get(key)
         return held is not None and held.used == used and not held.pins and not self._followers.get(key)
