@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -302,7 +303,10 @@ class VllmEngine:
         core = self._core.engine_core
         self._hasher = core.request_block_hasher
         self._exports = CacheExports(core)
-        self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
+        self._host = None
+        if s.host_kv_bytes:
+            folder = Path(s.disk_kv_folder, s.instance_id) if s.disk_kv_folder else None
+            self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes, s.disk_kv_bytes, folder)
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
         return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)

@@ -11,12 +11,13 @@ leaves in the end, however long it is.
 
 import heapq
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Held:
-    """A block of the store. Only its `slot` is for others."""
+    """A block of the store. Others read it alone."""
 
     key: bytes
     slot: int
@@ -33,7 +34,7 @@ class Put:
     """A block's new slot, and the block that left it."""
 
     slot: int
-    dropped: bytes | None = None
+    dropped: Held | None = None
 
 
 class SlotIndex:
@@ -56,6 +57,9 @@ class SlotIndex:
     def __contains__(self, key: bytes) -> bool:
         return key in self._held
 
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._held)
+
     def get(self, key: bytes) -> Held | None:
         return self._held.get(key)
 
@@ -66,10 +70,10 @@ class SlotIndex:
         """
         dropped = None
         if not self._free:
-            dropped = self._lowest()
-            if dropped is None:
+            lowest = self._lowest()
+            if lowest is None:
                 return None
-            self.drop(dropped)
+            dropped = self.drop(lowest)
         slot = self._free.pop()
         self._held[key] = Held(key, slot, parent, depth_tokens)
         if parent is not None:
@@ -97,17 +101,19 @@ class SlotIndex:
         elif not held.cleared:
             self._offer(held)
 
-    def drop(self, key: bytes) -> None:
+    def drop(self, key: bytes) -> Held:
+        """Forget a held block. The slot of a pinned one is not given to others until it is unpinned."""
         held = self._held.pop(key)
-        self._free.append(held.slot)
-        parent = held.parent
-        if parent is None:
-            return
-        self._followers[parent] -= 1
-        if not self._followers[parent]:
-            del self._followers[parent]
-            if (before := self._held.get(parent)) is not None:
-                self._offer(before)
+        held.cleared = True
+        if not held.pins:
+            self._free.append(held.slot)
+        if (parent := held.parent) is not None:
+            self._followers[parent] -= 1
+            if not self._followers[parent]:
+                del self._followers[parent]
+                if (before := self._held.get(parent)) is not None:
+                    self._offer(before)
+        return held
 
     def clear(self) -> None:
         """Forget all blocks. Slots of pinned ones are not given to others until they are unpinned."""

@@ -162,12 +162,13 @@ async def found(
     overlapping: bool = False,
     adapters: dict[str, str] | None = None,
     host_kv_bytes: int = 0,
+    disk: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Try it all, with asynchronous scheduling or without."""
     told, more = Told(), {"enable_prefix_caching": caching}
     limits = {"max_model_len": 640, "block_size": block_size, "chunk_size": 128, "kv_cache_bytes": 6 << 20}
     lora = {"adapters": adapters or {}, "allow_runtime_updating": bool(adapters), "max_rank": 8 if adapters else None}
-    limits |= {"async_scheduling": overlapping, "lora": lora, "host_kv_bytes": host_kv_bytes}
+    limits |= {"async_scheduling": overlapping, "lora": lora, "host_kv_bytes": host_kv_bytes} | (disk or {})
     async with started(port, 4 << 20, {"on_cache": told}, engine_args=more, **limits) as here:
         trial = Trial(here.engine, told)
         await work(trial, here.settings)
