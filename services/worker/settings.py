@@ -18,6 +18,7 @@ PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
 
 # Of a device, beside its weights and KV: activations, captured graphs, communication, and KV on its way to the host.
 MARGIN_BYTES = 1 << 30
+DISK_QUEUE_BYTES = 256 << 20  # of each rank's host memory, for KV that is to be written to a disk
 _WEIGHTS_CHANGE = ("cpu_offload_gb", "offload_backend", "offload_group_size", "quantization")  # engine_args
 
 

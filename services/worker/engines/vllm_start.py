@@ -25,13 +25,13 @@ from services.worker.engines.vllm_patches import force_known_tokens, longest_hit
 from services.worker.identity import fingerprint, folder_of, precision_of
 from services.worker.kv.codec import codec_speeds
 from services.worker.kv.disk_store import DiskError, check_folder, remove_others, step_bytes
-from services.worker.kv.disk_tier import QUEUED_BYTES, DiskTier
+from services.worker.kv.disk_tier import DiskTier
 from services.worker.kv.host_index import SlotIndex
 from services.worker.kv.layout import LayoutError
 from services.worker.kv.vllm.connector import disk_store_on_rank, host_slots_on_rank, host_store_on_rank
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, WIDER
-from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
+from services.worker.settings import DATA_PARALLEL_PORTS, DISK_QUEUE_BYTES, WorkerSettings
 from shared.domain.instance import Compatibility, KvComponent, KvGeometry, KvKind
 from shared.domain.prompt import MODALITIES
 from shared.domain.rates import Rates
@@ -375,7 +375,7 @@ def start_host_tier(
     index, disk = SlotIndex(slots, double_tokens), None
     if disk_kv_bytes and disk_folder is not None:
         files = SlotIndex(start_disk_store(run, disk_kv_bytes, disk_folder, slot_bytes), double_tokens)
-        queued_blocks = max(1, QUEUED_BYTES // max(slot_bytes))
+        queued_blocks = max(1, DISK_QUEUE_BYTES // max(slot_bytes))
         disk = DiskTier(files, index, len(slot_bytes), sum(slot_bytes), queued_blocks)
     tier = HostTier(manager, index, sum(slot_bytes), partial(longest_hit, manager), disk)
     observe_blocks(manager.block_pool, tier)

@@ -1,8 +1,8 @@
 """The disk tier's part in each rank: a file of slots of one size, each with the rank's part of a block.
 
-A thread of its own reads and writes, one block at a time; blocks that are to be read come first. In front of each block
-is a record of what it should be: a digest of its key and of the engine's fingerprint, and a checksum of its bytes. A
-block whose record does not fit is lost, and nothing is served from it. An error of the file itself ends its use.
+One thread reads and another one writes, so that a read waits for no write. In front of each block is a record of what
+it should be: a digest of its key and of the engine's fingerprint, and a checksum of its bytes. A block whose record
+does not fit is lost, and nothing is served from it. An error of the file itself ends its use.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -69,8 +70,11 @@ class _Read:
     into: memoryview
 
 
+Work = TypeVar("Work", _Read, _Write)
+
+
 class DiskStore:
-    """The engine's thread calls the public methods. `ended` is called on the store's own thread after each block that
+    """The engine's thread calls the public methods. `ended` is called on the thread that reads after each block that
     was read, or was lost.
     """
 
@@ -96,8 +100,12 @@ class DiskStore:
         self._fault = ""
         self._closing = False
         self.reading = 0  # blocks whose end has not been reported
-        self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run_reads, name="kv-disk-reads", daemon=True),
+            threading.Thread(target=self._run_writes, name="kv-disk-writes", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def write(self, slot: int, key: bytes, data: bytes | memoryview) -> None:
         """Queue a block, of which this takes a copy, for a slot."""
@@ -105,7 +113,7 @@ class DiskStore:
         with self._changed:
             self._writes.append(write)
             self._latest[slot] = write
-            self._changed.notify()
+            self._changed.notify_all()
 
     def read(self, slot: int, key: bytes, host_slot: int, into: memoryview) -> None:
         """Queue the read of a slot, of which the last block given to `write` is that of this key.
@@ -115,7 +123,7 @@ class DiskStore:
         self.reading += 1
         with self._changed:
             self._reads.append(_Read(slot, key, host_slot, into))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def report(self) -> DiskReport | None:
         """What has ended since the last call, if anything has."""
@@ -128,33 +136,33 @@ class DiskStore:
         """Drop all blocks, and the file."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-        self._thread.join(_CLOSE_S)
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
         self.path.unlink(missing_ok=True)
-        if not self._thread.is_alive():
+        if not any(thread.is_alive() for thread in self._threads):
             os.close(self._file)
 
-    def _run(self) -> None:
-        while (work := self._next()) is not None:
-            if isinstance(work, _Read):
-                fits = self._carry_out_read(work)
-                with self._changed:
-                    (self._report.read if fits else self._report.lost).append(work.host_slot)
-                self._ended()
-            else:
-                self._carry_out_write(work)
-                with self._changed:
-                    self._report.written += 1
-                    if self._latest.get(work.slot) is work:
-                        del self._latest[work.slot]
+    def _run_reads(self) -> None:
+        while (read := self._next(self._reads)) is not None:
+            fits = self._carry_out_read(read)
+            with self._changed:
+                (self._report.read if fits else self._report.lost).append(read.host_slot)
+            self._ended()
 
-    def _next(self) -> _Read | _Write | None:
+    def _run_writes(self) -> None:
+        while (write := self._next(self._writes)) is not None:
+            self._carry_out_write(write)
+            with self._changed:
+                self._report.written += 1
+                if self._latest.get(write.slot) is write:
+                    del self._latest[write.slot]
+
+    def _next(self, queue: deque[Work]) -> Work | None:
         with self._changed:
-            while not (self._reads or self._writes or self._closing):
+            while not (queue or self._closing):
                 self._changed.wait()
-            if self._closing:
-                return None
-            return self._reads.popleft() if self._reads else self._writes.popleft()
+            return None if self._closing else queue.popleft()
 
     def _carry_out_read(self, read: _Read) -> bool:
         """Whether the bytes are those of the block."""
@@ -199,8 +207,8 @@ class DiskStore:
             raise OSError("the file was removed")
 
     def _fail(self, error: OSError) -> None:
-        self._fault = f"{self.path}: {error.strerror or error}"
         with self._changed:
+            self._fault = self._fault or f"{self.path}: {error.strerror or error}"
             self._report.fault = self._fault
 
 

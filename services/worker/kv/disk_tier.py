@@ -16,8 +16,7 @@ from services.worker.kv.host_index import Held, SlotIndex
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
-QUEUED_BYTES = 256 << 20  # of each rank's host memory, for blocks that are to be written
-_WAIT_S = 10.0  # in which the blocks of a request are read: a file that takes longer is not used any more
+_WAIT_S = 10.0  # in which some block is read while requests wait: a file that takes longer is not used any more
 
 
 @dataclass(slots=True)
@@ -36,7 +35,6 @@ class _Wait:
 
     slots: frozenset[int]
     held: list[Held]
-    until_mono: float
 
 
 class DiskTier:
@@ -67,6 +65,7 @@ class DiskTier:
         self._copies = DiskCopies()
         self._reading: dict[int, _Reading] = {}  # by slot of host memory
         self._waits: dict[str, _Wait | None] = {}  # by request; None: it has waited
+        self._progress_mono = 0.0  # when the last read ended, or the first one began
         self._fault = ""
         self._written_blocks = self._read_blocks = self._evicted_blocks = 0
         self._dropped_blocks = self._lost_blocks = 0
@@ -135,7 +134,7 @@ class DiskTier:
             self._index.use(source.key)
             self._index.unpin(source)
         if slots:
-            self._waits[request_id] = _Wait(frozenset(slots), present, self._clock() + _WAIT_S)
+            self._waits[request_id] = _Wait(frozenset(slots), present)
         else:
             self._unpin(present)
         return bool(slots)
@@ -146,9 +145,9 @@ class DiskTier:
         if wait is None:
             return False
         if not wait.slots.isdisjoint(self._reading):
-            if self._clock() < wait.until_mono:
+            if self._clock() < self._progress_mono + _WAIT_S:
                 return True
-            self._switch_off(f"blocks were not read within {_WAIT_S:.0f} s")
+            self._switch_off(f"no block was read within {_WAIT_S:.0f} s")
         self._unpin(wait.held)
         self._waits[request_id] = None
         return False
@@ -166,6 +165,8 @@ class DiskTier:
 
     def ended(self, report: DiskReport) -> None:
         self._queued -= report.written
+        if report.read or report.lost:
+            self._progress_mono = self._clock()
         for slot in report.read:
             self._read_ended(slot, whole=True)
         for slot in report.lost:
@@ -186,6 +187,8 @@ class DiskTier:
         held = self._memory.pin(source.key)
         if put.dropped is not None:
             self.left(put.dropped)
+        if not self._reading:
+            self._progress_mono = self._clock()
         self._copies.reads.append((source.slot, put.slot, source.key))
         self._reading[put.slot] = _Reading(held, source, self._ranks)
         return held

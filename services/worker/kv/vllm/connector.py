@@ -357,7 +357,10 @@ class PolyphaseConnectorScheduler:
         """Tokens that the host tier, and then an import, can add to the computed ones; whether vLLM waits for them.
         None: vLLM is to ask again in its next step.
         """
-        held = self.tier.find(request, num_computed_tokens) if self.tier is not None else 0
+        wanted = self._imports.get(request.request_id)
+        # What an import brings from the first token on is not read from a disk before: it is under way.
+        whole = wanted is not None and wanted.state is _ImportState.WAITING and not wanted.handle.start
+        held = self.tier.find(request, num_computed_tokens, read=not whole) if self.tier is not None else 0
         if held is None:
             return None, False
         imported = self.get_num_new_matched_tokens(request, num_computed_tokens + held)

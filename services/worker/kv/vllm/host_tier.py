@@ -128,15 +128,18 @@ class HostTier:
                 self._save(key, block)
             self._fresh.add(block.block_id)
 
-    def find(self, request: Request, local_tokens: int) -> int | None:
+    def find(self, request: Request, local_tokens: int, *, read: bool = True) -> int | None:
         """How many tokens of a request follow the first `local_tokens` in the store. Keeps them until the step is
-        complete, or another answer to the request's lookup is used. None: blocks of the request are being read.
+        complete, or another answer to the request's lookup is used. None: blocks of the request are being read. read:
+        whether those may be that only the disk has.
         """
         self.forget(request.request_id)
         if not self._manager.prefix_cache_lookup_enabled(request):
             return 0
         disk = self._disk
-        if disk is not None and (disk.waits(request.request_id) or self._read(disk, request, local_tokens)):
+        if disk is not None and disk.waits(request.request_id):
+            return None
+        if disk is not None and read and self._read(disk, request, local_tokens):
             return None
         if not len(self._index):
             return 0

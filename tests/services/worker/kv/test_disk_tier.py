@@ -188,12 +188,15 @@ def test_a_fault_switches_the_tier_off_and_no_request_waits_any_more() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_read_that_takes_too_long_switches_the_tier_off(ends: bool) -> None:
+def test_reads_without_progress_switch_the_tier_off(ends: bool) -> None:
     tier = Tier(memory=1, disk=4)
     tier.put(b"a", b"b")
     tier.step()
+    tier.now = 50.0
     assert tier.disk.read("r", [b"a"], [])
-    tier.now = 11.0
+    tier.now = 59.0
+    assert tier.disk.waits("r")
+    tier.now = 61.0
     if ends:
         tier.step()
     assert not tier.disk.waits("r")

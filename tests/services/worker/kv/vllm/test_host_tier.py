@@ -208,8 +208,12 @@ async def test_what_left_host_memory_comes_back_from_the_disk(tmp_path: Path) ->
         assert disk["read_blocks"] > 0.5 * tokens / 32
         outputs = await asyncio.gather(*(trial.e.generate(text, NEW_TOKENS) for text in trial.texts))
         assert identical(outputs, trial.references) == every
-        assert (await trial.disk())["read_blocks"] > disk["read_blocks"]
-        await trial.imports()
+        for other in trial.texts[:-1]:
+            await trial.e.generate(other, 1)
+        disk, handle = await trial.disk(), await trial.plain.export(trial.texts[-1][:-1])
+        assert await trial.e.generate(trial.texts[-1], NEW_TOKENS, importing(handle)) == trial.references[-1]
+        assert await trial.e.pulls() == {"ok": 1}
+        assert (await trial.disk())["read_blocks"] == disk["read_blocks"]  # it was under way from another instance
         await trial.e.ask("fault", zero=True, corrupt=False)
         assert (await trial.round())[0] < every / 2
         await trial.e.ask("fault", zero=False, corrupt=False)
@@ -254,7 +258,6 @@ async def test_a_full_disk_gives_the_same_tokens(tmp_path: Path) -> None:
         damaged(rank_file(folder, 1), BLOCK // 2)
         assert (await trial.round())[0] == len(trial.texts)
         assert (await trial.disk())["lost_blocks"] > 0
-    assert list(folder.iterdir()) == []
 
 
 async def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
