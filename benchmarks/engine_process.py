@@ -216,7 +216,13 @@ class Driver:
         params = SamplingParams(temperature=0, max_tokens=1)
         request = EngineCoreRequest(transfer_id, prompt, None, params, None, time.time(), None, salt, None)
         found = Request.from_engine_core_request(request, self.client.engine_core.request_block_hasher)
-        self.send(op="answer", tokens=self.exports.export_cached(found, export_of(transfer_id, start, room)))
+        export = export_of(transfer_id, start, room)
+        while (tokens := self.exports.export_cached(found, export)) is None:  # a disk reads for it
+            if self.busy:
+                self.step()
+            else:
+                time.sleep(0.001)
+        self.send(op="answer", tokens=tokens)
 
     def do_export_running(self, id: str, transfer_id: str, start: int, at: int, until: int) -> None:
         """What is computed of a request once it has given `at` tokens. It goes on, and waits at `until` tokens."""

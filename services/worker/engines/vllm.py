@@ -151,11 +151,20 @@ class VllmEngine:
             self._post(lambda: self._abort(request_id))
 
     async def export_cached(self, request: EngineRequest, export: CacheExport) -> int:
-        def begin() -> int:
-            core = self._requests.make(request)
-            return self._exports.export_cached(Request.from_engine_core_request(core, self._hasher), export)
+        def found() -> Request:
+            return Request.from_engine_core_request(self._requests.make(request), self._hasher)
 
-        return await self._result_of(begin)
+        wanted = await self._result_of(found)
+        tokens: int | None = None
+        try:
+            while tokens is None:
+                tokens = await self._result_of(lambda: self._exports.export_cached(wanted, export))
+                if tokens is None:  # a disk reads for it
+                    await asyncio.sleep(_WAITING_S)
+        except asyncio.CancelledError:
+            self._post(lambda: self._exports.give_up(export.transfer_id))
+            raise
+        return tokens
 
     async def export_running(self, request_id: str, export: CacheExport) -> int:
         return await self._result_of(lambda: self._exports.export_running(request_id, export))

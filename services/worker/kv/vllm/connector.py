@@ -210,7 +210,7 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it before anything is written to blocks that the step has given away."""
         assert isinstance(kv_connector_metadata, PolyphaseConnectorMetadata)
-        self.worker.save_to_host(kv_connector_metadata)
+        self.worker.save_to_host(kv_connector_metadata.host)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Before the forward pass of a step that has requests with blocks of the host tier; otherwise after it."""
@@ -600,9 +600,8 @@ class PolyphaseConnectorWorker:
         path, fingerprint = rank_file(folder, self._rank.components[0].shape.rank), self._settings.fingerprint
         self.disk = DiskStore(path, slots, self.host.slot_bytes, fingerprint, ended=self._progress.set)
 
-    def save_to_host(self, step: PolyphaseConnectorMetadata) -> None:
-        """Before the step changes anything: blocks leave the store for the disk, and others get their slots."""
-        copies = step.host
+    def save_to_host(self, copies: HostCopies) -> None:
+        """Before a step changes anything: blocks leave the store for the disk, and others get their slots."""
         if not (copies.saves or copies.disk.writes or copies.disk.reads):
             return
         assert self.host is not None, "the tier has slots once every rank has a store"
@@ -779,6 +778,14 @@ def disk_store_on_rank(_: Any, folder: Path, slots: int) -> str:
     except DiskError as error:
         return str(error)
     return ""
+
+
+def copy_on_rank(_: Any, copies: HostCopies) -> DiskReport | None:
+    """`PolyphaseConnectorWorker.save_to_host` between two steps, and what the rank has to report."""
+    worker = get_kv_transfer_group().worker
+    worker.save_to_host(copies)
+    report: DiskReport | None = worker.disk_report()
+    return report
 
 
 def drop_on_rank(_: Any, transfer_id: str) -> None:

@@ -33,6 +33,7 @@ from services.worker.kv import holds_exact_kv
 from services.worker.kv.disk_store import DiskReport
 from services.worker.kv.disk_tier import DiskTier
 from services.worker.kv.host_index import Held, SlotIndex
+from services.worker.kv.vllm.connector import copy_on_rank
 from services.worker.kv.vllm.host_store import HostCopies
 
 
@@ -136,14 +137,14 @@ class HostTier:
         self.forget(request.request_id)
         if not self._manager.prefix_cache_lookup_enabled(request):
             return 0
-        disk = self._disk
+        disk, most_tokens = self._disk, request.num_tokens - 1
         if disk is not None and disk.waits(request.request_id):
             return None
-        if disk is not None and read and self._read(disk, request, local_tokens):
+        if disk is not None and read and self._read(disk, request.request_id, request, local_tokens, most_tokens):
             return None
         if not len(self._index):
             return 0
-        groups, tokens = self._lookup(self._stored, request, request.num_tokens - 1)
+        groups, tokens = self._lookup(self._stored, request, most_tokens)
         if tokens <= local_tokens:
             return 0
         found = _Found(local_tokens, tokens - local_tokens, [{} for _ in groups], [])
@@ -164,11 +165,13 @@ class HostTier:
             self._keep(found, group, at, key)
         return found.tokens
 
-    def _read(self, disk: DiskTier, request: Request, local_tokens: int) -> bool:
-        """Begin to read what only the disk has of a request. Returns whether the request waits for it."""
-        if not disk.may_read(request.request_id):
+    def _read(self, disk: DiskTier, name: str, request: Request, local_tokens: int, most_tokens: int) -> bool:
+        """Begin to read what only the disk has of a request, behind `local_tokens`. Returns whether what is called
+        `name` waits for it.
+        """
+        if not disk.may_read(name):
             return False
-        groups, tokens = self._lookup(self._anywhere, request, request.num_tokens - 1)
+        groups, tokens = self._lookup(self._anywhere, request, most_tokens)
         wanted, present = [], []
         for group, blocks in enumerate(groups if tokens > local_tokens else ()):
             size = self._sizes[group]
@@ -178,7 +181,7 @@ class HostTier:
                         wanted.append((at * size, block.held.key))
                     else:
                         present.append(block.held)
-        return bool(wanted) and disk.read(request.request_id, [key for _, key in sorted(wanted)], present)
+        return bool(wanted) and disk.read(name, [key for _, key in sorted(wanted)], present)
 
     def _keep(self, found: _Found, group: int, at: int, key: bytes) -> None:
         held = self._index.pin(key)
@@ -245,6 +248,30 @@ class HostTier:
         self._origins.clear()
         if self._disk is not None:
             self._disk.clear()
+
+    def prepares(self, transfer_id: str, request: Request, start: int) -> bool:
+        """Whether blocks of a request, from token `start` on, are being read from the disk for an export. Has them
+        read.
+        """
+        disk = self._disk
+        if disk is None:
+            return False
+        name = _export_name(transfer_id)
+        if disk.waits(name) or self._read(disk, name, request, start, request.num_tokens):
+            return True
+        disk.forget(name)
+        return False
+
+    def unprepare(self, transfer_id: str) -> None:
+        if self._disk is not None:
+            self._disk.forget(_export_name(transfer_id))
+
+    def copy_now(self, run: Callable[..., list[DiskReport | None]]) -> None:
+        """Have the ranks begin what is to be read and written, and report, between two steps. run: on each of them."""
+        assert self._disk is not None
+        for report in run(copy_on_rank, args=(HostCopies(disk=self._disk.take()),)):
+            if report is not None:
+                self._disk.ended(report)
 
     def exported(self, request: Request) -> tuple[list[list[Any]], int]:
         """The blocks of a request that vLLM or the store has, in each group, and of how many tokens. Those of the store
@@ -315,6 +342,11 @@ class HostTier:
         """Before those of vLLM for the same block, so that one that moves is never gone."""
         if self._pool.enable_kv_cache_events:
             self._pool.kv_event_queue.append(event)
+
+
+def _export_name(transfer_id: str) -> str:
+    """As what an export waits: no request is called so."""
+    return f"export {transfer_id}"
 
 
 def _name(key: Any) -> Any:

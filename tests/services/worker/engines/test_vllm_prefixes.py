@@ -70,8 +70,11 @@ def test_what_the_host_tier_holds_is_known_and_hit_too(
     assert {one["what"] for one in answer["found"] if one["imported"]} == {"imported"}
     assert host["held_bytes"] <= host["limit_bytes"] <= host_mb << 20
     assert min(host["stored_blocks"], host["served_tokens"]) > 0
+    known, exported = answer["exported"]
+    assert exported - known in (0, 32)
     if disk_mb:
         assert host["disk"]["read_blocks"] > 0
+        assert known > 0
     if host_mb < 64:
         assert host["evicted_blocks"] > 0
     else:
