@@ -225,7 +225,7 @@ def check_folder(folder: Path, disk_kv_bytes: int, ranks: int) -> None:
     if not parent.is_dir():
         raise DiskError(f"disk_kv_folder: there is no folder {parent}: make it, or mount it")
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         free = os.statvfs(folder)
     except OSError as error:
         raise DiskError(f"disk_kv_folder: {folder} cannot be used: {error.strerror}") from error
@@ -264,11 +264,12 @@ def _opened(path: Path) -> int:
     until_mono = time.monotonic() + _LOCK_S
     while True:
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise DiskError(f"disk_kv_folder: {path} cannot be opened: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(file, 0o600)  # it has what users wrote
             if os.fstat(file).st_nlink:  # else its former owner has removed it meanwhile
                 return file
             os.close(file)
@@ -277,9 +278,9 @@ def _opened(path: Path) -> int:
             if time.monotonic() > until_mono:
                 raise DiskError(f"disk_kv_folder: {path} is in use by another process") from None
             time.sleep(0.05)
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # a file system without locks, or the file of another user
             os.close(file)
-            raise DiskError(f"disk_kv_folder: {path} cannot be locked: {error.strerror}") from error
+            raise DiskError(f"disk_kv_folder: {path} cannot be locked for this process: {error.strerror}") from error
 
 
 def _allocate(file: int, path: Path, size: int) -> None:
