@@ -72,6 +72,7 @@ class Driver:
 
     def __init__(self, address: str, options: dict[str, Any], extra: dict[str, Any] | None) -> None:
         transfer, host_kv_bytes = None, options.pop("host_kv_bytes", 0)
+        disk_kv_bytes, disk_folder = options.pop("disk_kv_bytes", 0), options.pop("disk_folder", None)
         if extra is not None:
             transfer = KVTransferConfig(
                 kv_connector="PolyphaseConnector",
@@ -98,7 +99,9 @@ class Driver:
         self.media = MediaFeatures.of_engine(config, self.scheduler)
         self.tokens: dict[str, list[int]] = {}
         self.exports = CacheExports(self.client.engine_core)
-        self.host = start_host_tier(self.client.engine_core, host_kv_bytes) if host_kv_bytes else None
+        self.host = None
+        if host_kv_bytes:
+            self.host = start_host_tier(self.client.engine_core, host_kv_bytes, disk_kv_bytes, disk_folder)
         self.exports.tier = self.host
         self.at_tokens: dict[str, tuple[int, Callable[[], None]]] = {}  # by request, what is to be done at so many
         self.preemptions = self.drafted = self.accepted = 0
@@ -213,7 +216,13 @@ class Driver:
         params = SamplingParams(temperature=0, max_tokens=1)
         request = EngineCoreRequest(transfer_id, prompt, None, params, None, time.time(), None, salt, None)
         found = Request.from_engine_core_request(request, self.client.engine_core.request_block_hasher)
-        self.send(op="answer", tokens=self.exports.export_cached(found, export_of(transfer_id, start, room)))
+        export = export_of(transfer_id, start, room)
+        while (tokens := self.exports.export_cached(found, export)) is None:  # a disk reads for it
+            if self.busy:
+                self.step()
+            else:
+                time.sleep(0.001)
+        self.send(op="answer", tokens=tokens)
 
     def do_export_running(self, id: str, transfer_id: str, start: int, at: int, until: int) -> None:
         """What is computed of a request once it has given `at` tokens. It goes on, and waits at `until` tokens."""

@@ -45,7 +45,7 @@ _ONE_HOST = "all ranks of an instance run on its host, where its peers find thei
 _CONTEXT = "a token's KV is divided by `tensor_parallel` and `pipeline_parallel` alone"
 _OFFLOADING = (
     "vLLM would put a connector of its own in place of the one that transfers KV: `kv_cache_bytes` is how much KV is "
-    "kept on the device, `host_kv_bytes` how much of what leaves it is kept in host memory"
+    "kept on the device, `host_kv_bytes` how much of what leaves it stays in host memory, and `disk_kv_bytes` on a disk"
 )
 _SLEEP = "nothing wakes an instance again, and KV that peers are to pull would be lost: stop the instance instead"
 _GENERATES = "an instance generates text, and nothing else"

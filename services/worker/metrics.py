@@ -111,6 +111,8 @@ class WorkerMetrics(Collector):
                 "Seconds by which a prompt token that is loaded from host memory makes a step longer.",
                 self._telemetry.info.rates.host_token_s,
             ),
+            "disk_kv_bytes": ("KV on the disk that left host memory.", stats.host.disk.held_bytes),
+            "disk_off": ("1 where an error has switched the disk tier off.", float(bool(stats.host.disk.fault))),
             "chunk_tokens": ("Tokens that a step may hold.", self._telemetry.info.chunk_size),
             "sessions": ("Sessions whose KV is kept until their next turn.", stats.sessions),
             "session_blocks": ("KV blocks that are kept for them.", stats.session_blocks),
@@ -124,12 +126,17 @@ class WorkerMetrics(Collector):
         yield role
 
     def _counted(self, stats: EngineStats) -> Iterator[Metric]:
-        host = stats.host
+        host, disk = stats.host, stats.host.disk
         for name, text, value in (
             ("instance_host_stored_blocks", "KV blocks copied to host memory.", host.stored_blocks),
             ("instance_host_loaded_blocks", "KV blocks loaded back from host memory.", host.loaded_blocks),
             ("instance_host_evicted_blocks", "KV blocks that left full host memory.", host.evicted_blocks),
             ("instance_host_tokens", "Prompt tokens loaded from host memory, not computed.", host.served_tokens),
+            ("instance_disk_written_blocks", "KV blocks written to the disk.", disk.written_blocks),
+            ("instance_disk_read_blocks", "KV blocks read from the disk to host memory.", disk.read_blocks),
+            ("instance_disk_evicted_blocks", "KV blocks that left a full disk.", disk.evicted_blocks),
+            ("instance_disk_dropped_blocks", "KV blocks not written: others still were.", disk.dropped_blocks),
+            ("instance_disk_lost_blocks", "KV blocks damaged on the disk or not readable.", disk.lost_blocks),
             ("instance_flips", "Role flips.", self._roles.flips),
             ("instance_dispatched_jobs", "Jobs sent on to instances of its choice.", self._dispatcher.dispatched),
             ("instance_sessions_yielded", "Sessions whose kept KV blocks requests needed.", stats.sessions_yielded),

@@ -1,5 +1,6 @@
 """Settings of one worker."""
 
+from os.path import isabs
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, field_validator, model_validator
@@ -17,6 +18,7 @@ PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
 
 # Of a device, beside its weights and KV: activations, captured graphs, communication, and KV on its way to the host.
 MARGIN_BYTES = 1 << 30
+DISK_QUEUE_BYTES = 256 << 20  # of each rank's host memory, for KV that is to be written to a disk
 _WEIGHTS_CHANGE = ("cpu_offload_gb", "offload_backend", "offload_group_size", "quantization")  # engine_args
 
 
@@ -65,6 +67,9 @@ class WorkerSettings(TracedSettings):
     max_seqs: int = Field(64, gt=0)
     kv_cache_bytes: int = Field(256 << 20, gt=0)
     host_kv_bytes: int = Field(0, ge=0)  # of each rank: host memory for KV that left its cache; 0: none is kept
+    # Of each rank: room for KV that leaves host memory, in a folder of the instance's name in `disk_kv_folder`.
+    disk_kv_bytes: int = Field(0, ge=0)
+    disk_kv_folder: str = ""
     tensor_parallel: int = Field(1, gt=0, le=1024)
     pipeline_parallel: int = Field(1, gt=0, le=1024)  # stages, each of `tensor_parallel` ranks
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
@@ -130,6 +135,16 @@ class WorkerSettings(TracedSettings):
         caches = self.emulated_prefix_cache and self.pipeline_parallel == 1
         if self.host_kv_bytes and self.engine == "emulated" and not caches:
             raise ValueError("host_kv_bytes: this emulated engine has no prefix cache: leave it out")
+        if self.disk_kv_bytes and self.engine == "emulated":
+            raise ValueError("disk_kv_bytes: an emulated engine has no disk tier: use `engine: vllm`, or leave it out")
+        if self.disk_kv_bytes and not self.host_kv_bytes:
+            raise ValueError("disk_kv_bytes: the disk gets the KV that leaves host memory: set `host_kv_bytes`, too")
+        if self.disk_kv_bytes and not self.disk_kv_folder:
+            raise ValueError("disk_kv_bytes: set `disk_kv_folder`, too: a folder on the host of the instance")
+        if self.disk_kv_folder and not self.disk_kv_bytes:
+            raise ValueError("disk_kv_folder: nothing is kept there: set `disk_kv_bytes`, too, or leave it out")
+        if self.disk_kv_folder and not isabs(self.disk_kv_folder):
+            raise ValueError(f"disk_kv_folder: {self.disk_kv_folder!r} must be an absolute path")
         if self.weights and self.engine == "emulated":
             raise ValueError("weights: an emulated engine loads none: use `emulated_precision`")
         if self.emulated_precision and self.engine != "emulated":

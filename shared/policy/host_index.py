@@ -11,7 +11,7 @@ leaves in the end, however long it is.
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic
 
@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable, default=bytes)  # of a block
 
 @dataclass(slots=True)
 class Held(Generic[Key]):
-    """A block of the store. Only its `slot` is for others."""
+    """A block of the store. Others read it alone."""
 
     key: Key
     slot: int
@@ -39,7 +39,7 @@ class Put(Generic[Key]):
     """A block's new slot, and the block that left it."""
 
     slot: int
-    dropped: Key | None = None
+    dropped: Held[Key] | None = None
 
 
 class SlotIndex(Generic[Key]):
@@ -62,6 +62,9 @@ class SlotIndex(Generic[Key]):
     def __contains__(self, key: Key) -> bool:
         return key in self._held
 
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._held)
+
     def get(self, key: Key) -> Held[Key] | None:
         return self._held.get(key)
 
@@ -72,10 +75,10 @@ class SlotIndex(Generic[Key]):
         """
         dropped = None
         if not self._free:
-            dropped = self._lowest()
-            if dropped is None:
+            lowest = self._lowest()
+            if lowest is None:
                 return None
-            self.drop(dropped)
+            dropped = self.drop(lowest)
         slot = self._free.pop()
         self._held[key] = Held(key, slot, parent, depth_tokens)
         if parent is not None:
@@ -103,17 +106,19 @@ class SlotIndex(Generic[Key]):
         elif not held.cleared:
             self._offer(held)
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: Key) -> Held[Key]:
+        """Forget a held block. The slot of a pinned one is not given to others until it is unpinned."""
         held = self._held.pop(key)
-        self._free.append(held.slot)
-        parent = held.parent
-        if parent is None:
-            return
-        self._followers[parent] -= 1
-        if not self._followers[parent]:
-            del self._followers[parent]
-            if (before := self._held.get(parent)) is not None:
-                self._offer(before)
+        held.cleared = True
+        if not held.pins:
+            self._free.append(held.slot)
+        if (parent := held.parent) is not None:
+            self._followers[parent] -= 1
+            if not self._followers[parent]:
+                del self._followers[parent]
+                if (before := self._held.get(parent)) is not None:
+                    self._offer(before)
+        return held
 
     def clear(self) -> None:
         """Forget all blocks. Slots of pinned ones are not given to others until they are unpinned."""

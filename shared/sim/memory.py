@@ -251,7 +251,7 @@ class KvMemory:
         if saved is not None:
             self._listener.kept(at)
             if saved.dropped is not None:
-                self._listener.lost(saved.dropped)
+                self._listener.lost(saved.dropped.key)
         self._listener.dropped(at)
 
     def _held(self, request: ScheduledRequest) -> int:

@@ -47,6 +47,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         ),
         "start-up is not simulated": ("trust_remote_code",),
         "step times include the cost of an engine's scheduler": ("async_scheduling",),
+        "a simulated instance keeps no KV on a disk": ("disk_kv_bytes", "disk_kv_folder"),
         "a simulation has unlimited room for prefetched KV": ("inbox_bytes",),
         "the rate of a link is that of the file's `network`": ("kv_transport", "kv_nixl_trusted", "kv_connections"),
         "no KV transfer of a simulation misses its deadline": ("lease_s", "lease_renewals", "pull_timeout_s"),

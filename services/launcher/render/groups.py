@@ -237,8 +237,13 @@ def _environment(cluster: Cluster, spec: ProcessSpec, where: str) -> dict[str, s
     }
     if all(entry.extra.get("engine") == "emulated" for entry in cluster.instances):
         found[_LONG] = "1"
+    own = {spec.settings.disk_kv_folder} if isinstance(spec.settings, WorkerSettings) else set()  # a volume of the pod
     for key, value in found.items():
-        if value.startswith("/") and not value.startswith((f"{APP}/", f"{MODELS}/", f"{DATA}/", f"{KEYS}/")):
+        if (
+            value.startswith("/")
+            and value not in own
+            and not value.startswith((f"{APP}/", f"{MODELS}/", f"{DATA}/", f"{KEYS}/"))
+        ):
             raise InvalidRequest(
                 f"{where}: {spec.name}: {key}: {value} is on this machine only: put it into the image or below {MODELS}"
             )

@@ -15,7 +15,7 @@ from services.launcher.child_process import Limits
 from services.launcher.cluster_file import Cluster
 from services.launcher.render.groups import DATA, GATEWAY, KEYS, KEYS_FILE, MODELS, SUITE, Group, Manifest
 from services.launcher.render.options import RenderOptions, Resources
-from services.worker.settings import WorkerSettings
+from services.worker.settings import DISK_QUEUE_BYTES, WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.yaml_file import read_yaml
@@ -171,6 +171,7 @@ def _resources(options: RenderOptions, group: Group, devices: Devices | None) ->
     usual = _USUAL.get(group.component, _SMALL)
     if (worker := group.worker) is not None and worker.engine == "vllm":
         host_bytes = worker.inbox_bytes + (worker.staging_bytes or 1 << 30) + worker.host_kv_bytes
+        host_bytes += DISK_QUEUE_BYTES if worker.disk_kv_bytes else 0
         kv_bytes = 0 if devices is not None else worker.kv_cache_bytes
         memory = f"{math.ceil((host_bytes + kv_bytes) * worker.ranks / 2**30) + 4}Gi"
         usual = Resources(requests={"cpu": str(worker.threads * worker.ranks), "memory": memory})
@@ -207,6 +208,8 @@ def _mounts(group: Group, devices: Devices | None) -> list[Manifest]:
         found.append({"name": "models", "mountPath": MODELS})
     if group.worker is not None and (devices is not None or group.worker.ranks > 1):
         found.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    if group.worker is not None and group.worker.disk_kv_folder:
+        found.append({"name": "kv", "mountPath": group.worker.disk_kv_folder})
     if group.component in ("gateway", "dashboard"):  # they check API keys
         found.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
     return found
@@ -214,12 +217,14 @@ def _mounts(group: Group, devices: Devices | None) -> list[Manifest]:
 
 def _volumes(options: RenderOptions, group: Group, devices: Devices | None) -> list[Manifest]:
     """The volumes, except for claims of each pod."""
-    keys = Path(KEYS_FILE).name
+    keys, worker = Path(KEYS_FILE).name, group.worker
+    disk_bytes = worker.disk_kv_bytes * worker.ranks if worker is not None else 0
     volumes: dict[str, Manifest] = {
         "scratch": {"emptyDir": {}},
         "data": {"emptyDir": {}},
         "models": {"emptyDir": {}},  # a tokenizer, not weights
         "shared-memory": {"emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}},
+        "kv": {"emptyDir": {"sizeLimit": f"{math.ceil(disk_bytes / 2**30) + 1}Gi"}},
         "keys": {"secret": {"secretName": options.secret, "items": [{"key": keys, "path": keys}]}},
     }
     if options.models.claim:

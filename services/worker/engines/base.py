@@ -216,6 +216,19 @@ class Left:
     state: bytes
 
 
+class DiskTierStats(msgspec.Struct, frozen=True):
+    """KV on the disk, of all ranks. Blocks count since the start."""
+
+    held_bytes: int = 0
+    limit_bytes: int = 0  # 0: the engine has no disk tier
+    written_blocks: int = 0
+    read_blocks: int = 0
+    evicted_blocks: int = 0
+    dropped_blocks: int = 0  # not written: too many were to be written at once
+    lost_blocks: int = 0  # damaged, short, or not readable: nothing was served from them
+    fault: str = ""  # why the tier was switched off
+
+
 class HostTierStats(msgspec.Struct, frozen=True):
     """KV in host memory, of all ranks. Blocks and tokens count since the start."""
 
@@ -223,9 +236,10 @@ class HostTierStats(msgspec.Struct, frozen=True):
     limit_bytes: int = 0  # 0: the engine has no host tier
     stored_blocks: int = 0
     loaded_blocks: int = 0
-    evicted_blocks: int = 0
+    evicted_blocks: int = 0  # to the disk, where there is one
     served_tokens: int = 0  # of prompts, loaded in place of being computed
     block_tokens: float = 0.0  # tokens of a prompt for each block, of whatever group of layers
+    disk: DiskTierStats = DiskTierStats()
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -413,7 +427,9 @@ class BlocksRemoved(msgspec.Struct, frozen=True):
 
 
 class BlocksKept(msgspec.Struct, frozen=True):
-    """There is one more copy of each block that can be found already: on the accelerator, or in host memory."""
+    """There is one more copy of each block that can be found already: on the accelerator, or in host memory, for which
+    the disk counts, too.
+    """
 
     blocks: Sequence[BlockName]
     host: bool = False

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -150,11 +151,20 @@ class VllmEngine:
             self._post(lambda: self._abort(request_id))
 
     async def export_cached(self, request: EngineRequest, export: CacheExport) -> int:
-        def begin() -> int:
-            core = self._requests.make(request)
-            return self._exports.export_cached(Request.from_engine_core_request(core, self._hasher), export)
+        def found() -> Request:
+            return Request.from_engine_core_request(self._requests.make(request), self._hasher)
 
-        return await self._result_of(begin)
+        wanted = await self._result_of(found)
+        tokens: int | None = None
+        try:
+            while tokens is None:
+                tokens = await self._result_of(lambda: self._exports.export_cached(wanted, export))
+                if tokens is None:  # a disk reads for it
+                    await asyncio.sleep(_WAITING_S)
+        except asyncio.CancelledError:
+            self._post(lambda: self._exports.give_up(export.transfer_id))
+            raise
+        return tokens
 
     async def export_running(self, request_id: str, export: CacheExport) -> int:
         return await self._result_of(lambda: self._exports.export_running(request_id, export))
@@ -302,7 +312,10 @@ class VllmEngine:
         core = self._core.engine_core
         self._hasher = core.request_block_hasher
         self._exports = CacheExports(core)
-        self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes) if s.host_kv_bytes else None
+        self._host = None
+        if s.host_kv_bytes:
+            folder = Path(s.disk_kv_folder, s.instance_id) if s.disk_kv_folder else None
+            self._host = self._exports.tier = start_host_tier(core, s.host_kv_bytes, s.disk_kv_bytes, folder)
         self._snapshot()
         kept = self._core.engine_core.model_executor.collective_rpc(kept_kv)[0]
         return engine_info(s, config, blocks_of(self._scheduler), kept, adapters)

@@ -16,11 +16,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from services.worker.engines.base import CacheExport, Left
 from services.worker.engines.vllm_patches import forced_tokens, sampling_state
-from services.worker.kv.vllm.connector import ExportChunk, drop_on_rank, stage_on_rank
+from services.worker.kv.vllm.connector import ExportChunk, copy_on_rank, drop_on_rank, stage_on_rank
 from shared.domain.kv import EXPORT_SHARE
 from shared.runtime.logs import get_log
 
 if TYPE_CHECKING:
+    from services.worker.kv.disk_store import DiskReport
+    from services.worker.kv.vllm.host_store import HostCopies
     from services.worker.kv.vllm.host_tier import HostTier
 
 log = get_log(__name__)
@@ -64,13 +66,22 @@ class CacheExports:
         self._again_mono = 0.0  # when the next piece may be copied while the engine computes
         self._token_s = 0.0  # of the last pieces
 
-    def export_cached(self, request: Request, wanted: CacheExport) -> int:
+    def _copy(self, copies: "HostCopies") -> "list[DiskReport | None]":
+        reports: list[DiskReport | None] = self._core.model_executor.collective_rpc(copy_on_rank, args=(copies,))
+        return reports
+
+    def export_cached(self, request: Request, wanted: CacheExport) -> int | None:
         """Begin to export what the prefix cache has of a request that the engine does not compute. Returns its tokens;
-        0: nothing is exported, also where it has no room now: waiting, it would keep its blocks from requests.
+        0: nothing is exported, also where it has no room now: waiting, it would keep its blocks from requests. None:
+        blocks are being read from the disk for it, and this is to be called again, or `give_up`.
         """
         if not self._cache.enable_caching or request.skip_reading_prefix_cache or self._has_states:
             return 0
         if self.tier is not None:
+            if self.tier.prepares(wanted.transfer_id, request, wanted.start):
+                if not self._scheduler.has_requests():  # else the next step does it
+                    self.tier.copy_now(self._copy)
+                return None
             blocks, tokens = self.tier.exported(request)
             if tokens <= wanted.start:
                 self.tier.export_ended(chain(*blocks))
@@ -82,6 +93,11 @@ class CacheExports:
             self._unpin(self._exports[-1])
             return 0
         return begun
+
+    def give_up(self, transfer_id: str) -> None:
+        """No blocks are wanted any more that are being read for an export."""
+        if self.tier is not None:
+            self.tier.unprepare(transfer_id)
 
     def export_running(self, request_id: str, wanted: CacheExport) -> int:
         """Begin to export what is computed of a request, which goes on. Returns its tokens; 0: nothing is exported."""

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -23,11 +24,13 @@ from services.worker.engines.base import EngineInfo
 from services.worker.engines.vllm_patches import force_known_tokens, longest_hit, observe_blocks, overlap_on_cpu
 from services.worker.identity import fingerprint, folder_of, precision_of
 from services.worker.kv.codec import codec_speeds
+from services.worker.kv.disk_store import DiskError, check_folder, remove_others, step_bytes
+from services.worker.kv.disk_tier import DiskTier
 from services.worker.kv.layout import LayoutError
-from services.worker.kv.vllm.connector import host_slots_on_rank, host_store_on_rank
+from services.worker.kv.vllm.connector import disk_store_on_rank, host_slots_on_rank, host_store_on_rank
 from services.worker.kv.vllm.layers import EIGHT_BIT_NAMES, stages_of
 from services.worker.kv.wire.importing import DTYPES, WIDER
-from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
+from services.worker.settings import DATA_PARALLEL_PORTS, DISK_QUEUE_BYTES, WorkerSettings
 from shared.domain.instance import Compatibility, KvComponent, KvGeometry, KvKind
 from shared.domain.prompt import MODALITIES
 from shared.domain.rates import Rates
@@ -347,8 +350,12 @@ def kept_kv(_: Any) -> tuple[tuple[KvComponent, ...], str]:
     return tuple(worker.components), worker.kv_dtype
 
 
-def start_host_tier(core: Any, host_kv_bytes: int) -> "HostTier":
-    """Give a started engine core a tier of so many bytes of host memory on each rank. Raises InvalidRequest."""
+def start_host_tier(
+    core: Any, host_kv_bytes: int, disk_kv_bytes: int = 0, disk_folder: Path | None = None
+) -> "HostTier":
+    """Give a started engine core a tier of so many bytes of host memory on each rank, and behind it so many bytes in a
+    folder that only this engine uses. Raises InvalidRequest.
+    """
     from services.worker.kv.vllm.host_tier import HostTier  # uses more of vLLM than an older release may have
 
     manager, config, run = core.scheduler.kv_cache_manager, core.vllm_config, core.model_executor.collective_rpc
@@ -364,11 +371,32 @@ def start_host_tier(core: Any, host_kv_bytes: int) -> "HostTier":
     run(host_slots_on_rank, args=(slots,))
     # A token's attention, of 2 FLOPs for each layer, channel, position, and of K and V, costs as much as the rest of
     # its forward pass, of some 24 for each layer and pair of channels, where as many positions are before it.
-    index = SlotIndex(slots, double_tokens=6 * config.model_config.get_hidden_size())
-    tier = HostTier(manager, index, sum(slot_bytes), partial(longest_hit, manager))
+    double_tokens = 6 * config.model_config.get_hidden_size()
+    index, disk = SlotIndex(slots, double_tokens), None
+    if disk_kv_bytes and disk_folder is not None:
+        files = SlotIndex(start_disk_store(run, disk_kv_bytes, disk_folder, slot_bytes), double_tokens)
+        queued_blocks = max(1, DISK_QUEUE_BYTES // max(slot_bytes))
+        disk = DiskTier(files, index, len(slot_bytes), sum(slot_bytes), queued_blocks)
+    tier = HostTier(manager, index, sum(slot_bytes), partial(longest_hit, manager), disk)
     observe_blocks(manager.block_pool, tier)
     core.scheduler.connector.scheduler.tier = tier
     return tier
+
+
+def start_disk_store(run: Callable[..., list[str]], disk_kv_bytes: int, folder: Path, slot_bytes: list[int]) -> int:
+    """Give each rank a file of so many bytes for blocks of so many. Returns how many fit. Raises InvalidRequest."""
+    step, ranks = step_bytes(max(slot_bytes)), len(slot_bytes)
+    slots = disk_kv_bytes // step
+    if not slots:
+        raise InvalidRequest(f"disk_kv_bytes: {disk_kv_bytes} bytes do not hold a block, which takes {step}")
+    try:
+        check_folder(folder, disk_kv_bytes, ranks)
+        remove_others(folder, ranks)
+    except DiskError as error:
+        raise InvalidRequest(str(error)) from error
+    if faults := [fault for fault in run(disk_store_on_rank, args=(folder, slots)) if fault]:
+        raise InvalidRequest(faults[0])
+    return slots
 
 
 def fault_of_host_tier(manager: Any) -> str:

@@ -58,7 +58,9 @@ class Worker:
         self.news: Rates | None = None
         self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0, epoch=0, accepted=())
         parts: dict[str, Any] = {
-            "engine": SimpleNamespace(stats=lambda: self.stats, steps=SimpleNamespace(prefill_share=0.0, busy_share=0.0)),
+            "engine": SimpleNamespace(
+                stats=lambda: self.stats, steps=SimpleNamespace(prefill_share=0.0, busy_share=0.0)
+            ),
             "kv": SimpleNamespace(staged_bytes=0),
             "prefills": SimpleNamespace(queued=0, queued_tokens=0),
             "decodes": SimpleNamespace(

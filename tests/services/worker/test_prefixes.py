@@ -71,6 +71,8 @@ async def test_what_schedulers_are_told_is_what_the_next_request_finds(block_siz
         assert f"vllm:prefix_cache_hits_total{labels} {float(total.hit_tokens)}" in _metrics(registry)
         assert f"vllm:prefix_cache_queries_total{labels} {float(total.prompt_tokens)}" in _metrics(registry)
         assert "polyphase_instance_host_tokens_total 0.0" in _metrics(registry)
+        for name in ("disk_kv_bytes", "disk_lost_blocks_total", "disk_off"):
+            assert f"polyphase_instance_{name} 0.0" in _metrics(registry)
         listening.cancel()
         client.close()
     sockets.close()

@@ -73,6 +73,24 @@ def test_an_emulated_engine_without_a_prefix_cache_has_no_host_tier(more: dict[s
         settings(engine="emulated", host_kv_bytes=1 << 30, **more)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"disk_kv_bytes": 1, "disk_kv_folder": "/d"}, "disk_kv_bytes: the disk gets .*: set `host_kv_bytes`, too"),
+        ({"disk_kv_bytes": 1, "host_kv_bytes": 1}, "disk_kv_bytes: set `disk_kv_folder`, too"),
+        ({"disk_kv_folder": "/d", "host_kv_bytes": 1}, "disk_kv_folder: nothing is kept there"),
+        (
+            {"disk_kv_bytes": 1, "disk_kv_folder": "d", "host_kv_bytes": 1},
+            "disk_kv_folder: 'd' must be an absolute path",
+        ),
+    ],
+)
+def test_a_disk_tier_needs_a_folder_and_a_host_tier(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        settings(**changes)
+    assert settings(disk_kv_bytes=1, disk_kv_folder="/d", host_kv_bytes=1).disk_kv_folder == "/d"
+
+
 def test_an_emulated_engine_may_have_a_pipeline() -> None:
     assert settings(engine="emulated", pipeline_parallel=2).pipeline_parallel == 2
 

@@ -14,6 +14,13 @@ def slot(index: SlotIndex, key: bytes) -> int:
     return held.slot
 
 
+def put(index: SlotIndex, key: bytes, depth_tokens: int = 0) -> tuple[int, bytes | None]:
+    """Store a block for which there is room, or one that may leave. Returns its slot, and the key of that one."""
+    found = index.put(key, None, depth_tokens)
+    assert found is not None
+    return found.slot, found.dropped.key if found.dropped is not None else None
+
+
 def chain(index: SlotIndex, name: str, blocks: int) -> list[bytes]:
     """Store a prompt as vLLM's cache gives it away: its end first. Returns the keys, its beginning first."""
     keys = [f"{name}{at}".encode() for at in range(blocks)]
@@ -31,10 +38,9 @@ def leave(index: SlotIndex, blocks: int) -> list[bytes]:
     """Which blocks leave for so many others, which cost more."""
     left = []
     for number in range(blocks):
-        put = index.put(b"other%d" % number, None, 1 << 20)
-        assert put is not None
-        assert put.dropped is not None
-        left.append(put.dropped)
+        _, dropped = put(index, b"other%d" % number, 1 << 20)
+        assert dropped is not None
+        left.append(dropped)
     return left
 
 
@@ -42,7 +48,7 @@ def test_slots_are_given_until_there_are_none_and_then_again() -> None:
     index = SlotIndex(2, 1000)
     assert {index.put(b"a", None, 0), index.put(b"b", None, 0)} == {Put(0), Put(1)}
     first = slot(index, b"a")
-    assert index.put(b"c", None, 0) == Put(first, dropped=b"a")
+    assert put(index, b"c") == (first, b"a")
     assert (b"a" in index, slot(index, b"c"), len(index)) == (False, first, 2)
 
 
@@ -51,7 +57,7 @@ def test_of_equal_blocks_the_least_recently_used_leaves() -> None:
     for key in (b"a", b"b", b"c"):
         index.put(key, None, 64)
     index.use(b"a")
-    assert [put.dropped for key in (b"d", b"e") if (put := index.put(key, None, 64))] == [b"b", b"c"]
+    assert [put(index, key, 64)[1] for key in (b"d", b"e")] == [b"b", b"c"]
 
 
 def test_a_block_that_takes_less_time_to_recompute_leaves_first() -> None:
@@ -91,15 +97,13 @@ def test_pinned_blocks_stay_and_a_store_of_them_takes_none() -> None:
     index.put(b"b", None, 0)
     first, second = index.pin(b"a"), index.pin(b"a")
     second_slot = slot(index, b"b")
-    assert index.put(b"c", None, 0) == Put(second_slot, dropped=b"b")
+    assert put(index, b"c") == (second_slot, b"b")
     index.pin(b"c")
     assert index.put(b"d", None, 0) is None
     index.unpin(first)
     assert index.put(b"d", None, 0) is None
     index.unpin(second)
-    put = index.put(b"d", None, 0)
-    assert put is not None
-    assert put.dropped == b"a"
+    assert put(index, b"d")[1] == b"a"
 
 
 def test_a_cleared_store_is_empty_and_gives_pinned_slots_away_later() -> None:
@@ -110,9 +114,19 @@ def test_a_cleared_store_is_empty_and_gives_pinned_slots_away_later() -> None:
     index.clear()
     assert len(index) == 0
     assert index.put(b"a", None, 0) == Put(1 - pinned.slot)
-    assert index.put(b"c", None, 0) == Put(1 - pinned.slot, dropped=b"a")
+    assert put(index, b"c") == (1 - pinned.slot, b"a")
     index.unpin(pinned)
     assert index.put(b"d", None, 0) == Put(pinned.slot)
+
+
+def test_a_pinned_block_that_is_dropped_is_not_found_and_gives_its_slot_away_later() -> None:
+    index = SlotIndex(1, 1000)
+    index.put(b"a", b"parent", 32)
+    pinned = index.pin(b"a")
+    assert index.drop(b"a") is pinned
+    assert index.put(b"a", None, 0) is None
+    index.unpin(pinned)
+    assert index.put(b"b", None, 0) == Put(pinned.slot)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 6), st.booleans()), max_size=30), st.integers(1, 8))

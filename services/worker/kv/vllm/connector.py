@@ -12,6 +12,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from services.worker.kv import KvFault, may_import
 from services.worker.kv.device import Blocks, Copies, DeviceCopies, TorchDevice
+from services.worker.kv.disk_store import DiskError, DiskReport, DiskStore, rank_file
 from services.worker.kv.layout import (
     CpuLayout,
     KvLayout,
@@ -175,7 +177,7 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -192,6 +194,8 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self.scheduler.imports_ended(set(connector_output.finished_recving or ()))
+        if isinstance(report := connector_output.kv_connector_worker_meta, DiskReport):
+            self.scheduler.disk_ended(report)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -206,7 +210,7 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it before anything is written to blocks that the step has given away."""
         assert isinstance(kv_connector_metadata, PolyphaseConnectorMetadata)
-        self.worker.save_to_host(kv_connector_metadata)
+        self.worker.save_to_host(kv_connector_metadata.host)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Before the forward pass of a step that has requests with blocks of the host tier; otherwise after it."""
@@ -226,6 +230,9 @@ class PolyphaseConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self.worker.get_finished()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> DiskReport | None:
+        return self.worker.disk_report()
 
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER:
@@ -346,9 +353,16 @@ class PolyphaseConnectorScheduler:
         last = int(request.num_tokens) - (self._tail is Tail.WINDOW)
         return min(wanted.handle.tokens, last)
 
-    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that the host tier, and then an import, can add to the computed ones; whether vLLM waits for them."""
-        held = self.tier.find(request, num_computed_tokens) if self.tier is not None else 0
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that the host tier, and then an import, can add to the computed ones; whether vLLM waits for them.
+        None: vLLM is to ask again in its next step.
+        """
+        wanted = self._imports.get(request.request_id)
+        # What an import brings from the first token on is not read from a disk before: it is under way.
+        whole = wanted is not None and wanted.state is _ImportState.WAITING and not wanted.handle.start
+        held = self.tier.find(request, num_computed_tokens, read=not whole) if self.tier is not None else 0
+        if held is None:
+            return None, False
         imported = self.get_num_new_matched_tokens(request, num_computed_tokens + held)
         return held + imported, imported > 0
 
@@ -429,8 +443,14 @@ class PolyphaseConnectorScheduler:
             if wanted is not None and wanted.state is _ImportState.PULLING:
                 wanted.state = _ImportState.ENDED
 
+    def disk_ended(self, report: DiskReport) -> None:
+        assert self.tier is not None
+        self.tier.disk_ended(report)
+
     def request_finished(self, request: Request) -> None:
         """The request's import is cancelled; what it exported stays staged only if it ended well."""
+        if self.tier is not None:
+            self.tier.request_ended(request.request_id)
         wanted = self._imports.pop(request.request_id, None)
         if wanted is not None and wanted.state is _ImportState.PULLING:
             self._next.cancelled_imports.append(wanted.handle.transfer_id)
@@ -475,6 +495,7 @@ class PolyphaseConnectorWorker:
         self._registered: _Rank | None = None
         self._caches: list[torch.Tensor] = []
         self.host: HostStore | None = None
+        self.disk: DiskStore | None = None
         self.components: tuple[KvComponent, ...] = ()  # of the model, once its caches are registered
         self.kv_dtype = ""  # in which K, V and latents are stored; empty where the model has none
         self._importing = 0  # requests whose import has not been reported as ended
@@ -574,10 +595,28 @@ class PolyphaseConnectorWorker:
         self._rank.endpoint.host_block_s = lambda: self.host.timer.block_s if self.host is not None else 0.0
         return self.host
 
-    def save_to_host(self, step: PolyphaseConnectorMetadata) -> None:
-        if step.host.saves:
-            assert self.host is not None, "the tier has slots once every rank has a store"
-            self.host.save(step.host.saves)
+    def disk_store(self, folder: Path, slots: int) -> None:
+        """Have a file in a folder for so many blocks that leave the store in host memory. Raises DiskError."""
+        assert self.host is not None
+        path, fingerprint = rank_file(folder, self._rank.components[0].shape.rank), self._settings.fingerprint
+        self.disk = DiskStore(path, slots, self.host.slot_bytes, fingerprint, ended=self._progress.set)
+
+    def save_to_host(self, copies: HostCopies) -> None:
+        """Before a step changes anything: blocks leave the store for the disk, and others get their slots."""
+        if not (copies.saves or copies.disk.writes or copies.disk.reads):
+            return
+        assert self.host is not None, "the tier has slots once every rank has a store"
+        if self.disk is not None:
+            for host_slot, slot, key in copies.disk.writes:
+                self.disk.write(slot, key, self.host.content(host_slot))
+        if copies.saves:
+            self.host.save(copies.saves)
+        if self.disk is not None:
+            for slot, host_slot, key in copies.disk.reads:
+                self.disk.read(slot, key, host_slot, self.host.content(host_slot))
+
+    def disk_report(self) -> DiskReport | None:
+        return self.disk.report() if self.disk is not None else None
 
     def start_load_kv(self, step: PolyphaseConnectorMetadata) -> None:
         """Load blocks from host memory; start and end imports; while the engine has nothing but imports to wait for,
@@ -597,7 +636,7 @@ class PolyphaseConnectorWorker:
             endpoint.skip(skip.handle, skip.error)
         for transfer_id in step.dropped_exports:
             endpoint.release(transfer_id)
-        if step.idle and self._importing:
+        if step.idle and (self._importing or (self.disk is not None and self.disk.reading)):
             # The engine steps as fast as it can while a request waits for KV; without this it takes a whole core.
             self._progress.wait(_IDLE_WAIT_S)
 
@@ -707,6 +746,8 @@ class PolyphaseConnectorWorker:
             _log.warning("import of %s failed: %s", ended.transfer_id, ended.error)
 
     def shutdown(self) -> None:
+        if self.disk is not None:
+            self.disk.close()
         if self.host is not None:
             self.host.close()
         if self._registered is not None:
@@ -727,6 +768,25 @@ def host_store_on_rank(_: Any) -> int:
 def host_slots_on_rank(_: Any, slots: int) -> None:
     """Allocate the rank's store after `host_store_on_rank`."""
     get_kv_transfer_group().worker.host.allocate(slots)
+
+
+def disk_store_on_rank(_: Any, folder: Path, slots: int) -> str:
+    """`PolyphaseConnectorWorker.disk_store`, once the rank has a store in host memory. Returns why it failed, if it
+    did: ranks in other processes pass no errors on.
+    """
+    try:
+        get_kv_transfer_group().worker.disk_store(folder, slots)
+    except DiskError as error:
+        return str(error)
+    return ""
+
+
+def copy_on_rank(_: Any, copies: HostCopies) -> DiskReport | None:
+    """`PolyphaseConnectorWorker.save_to_host` between two steps, and what the rank has to report."""
+    worker = get_kv_transfer_group().worker
+    worker.save_to_host(copies)
+    report: DiskReport | None = worker.disk_report()
+    return report
 
 
 def drop_on_rank(_: Any, transfer_id: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.worker.kv.disk_store import DiskCopies
 from services.worker.kv.layout import LayoutError
 
 _SCRATCH_BYTES = 64 << 20  # of a device's memory, for blocks on their way
@@ -18,10 +19,13 @@ _HALF_BLOCKS = 1024  # after so many loaded blocks, a measurement counts half
 
 @dataclass(slots=True)
 class HostCopies:
-    """What a step copies: `saves` from blocks to slots, by slot, then `loads` from slots to blocks, by block."""
+    """What a step copies: `disk.writes`, then `saves` from blocks to slots, by slot, then `disk.reads` and `loads` from
+    slots to blocks, by block.
+    """
 
     saves: dict[int, int] = field(default_factory=dict)
     loads: dict[int, int] = field(default_factory=dict)
+    disk: DiskCopies = field(default_factory=DiskCopies)
 
 
 class LoadTimer:
@@ -59,7 +63,9 @@ class LoadTimer:
 
 
 class HostStore:
-    """The slots of one rank. Copies are issued on the model's own stream, so that they need no events."""
+    """The slots of one rank. Copies are issued on the model's own stream, so that they need no events among each
+    other.
+    """
 
     def __init__(self, caches: Iterable[torch.Tensor], blocks: int) -> None:
         """caches: of all layers, in which vLLM counts so many blocks.
@@ -73,6 +79,7 @@ class HostStore:
         self.timer = LoadTimer(self._parts[0].device)
         self._slots = torch.empty(0, 0, dtype=self._parts[0].dtype)
         self._registered = 0
+        self._copying: list[tuple[torch.Event, set[int]]] = []  # on a device, copies of slots that may be under way
 
     def allocate(self, slots: int) -> None:
         """On a device, with pinned memory: this takes a second for some GB."""
@@ -105,6 +112,7 @@ class HostStore:
             rows = torch.cat([part.index_select(0, there) for part in self._parts], dim=1)
             for row, slot in enumerate(slots):
                 self._slots[slot].copy_(rows[row], non_blocking=True)
+        self._issued(saves)
 
     def load(self, loads: dict[int, int]) -> None:
         """Copy slots to blocks, by block."""
@@ -122,6 +130,25 @@ class HostStore:
             values = torch.split(rows, [part.shape[1] for part in self._parts], dim=1)
             for part, each in zip(self._parts, values, strict=True):
                 part.index_copy_(0, there, each)
+        self._issued(loads.values())
+
+    def content(self, slot: int) -> memoryview:
+        """The bytes of a slot, which other threads may read, or change, from now on."""
+        self._settle({slot})
+        return self._slots[slot].view(torch.uint8).numpy().data
+
+    def _settle(self, slots: set[int]) -> None:
+        """Wait until the copies of these slots that were issued are done."""
+        for event, used in self._copying:
+            if not used.isdisjoint(slots):
+                event.synchronize()
+
+    def _issued(self, slots: Iterable[int]) -> None:
+        if self._parts[0].device.type != "cpu" and (used := set(slots)):
+            event = torch.Event()
+            event.record()
+            self._copying = [(each, of) for each, of in self._copying if not each.query()]
+            self._copying.append((event, used))
 
     def as_cache(self, cache: torch.Tensor, blocks: list[int], slots: list[int]) -> torch.Tensor:
         """A cache like that one of these blocks and then of these slots."""
@@ -135,6 +162,7 @@ class HostStore:
         at = sum(part.shape[1] for part in self._parts[:number])
         part = self._parts[number]
         own = part.index_select(0, torch.tensor(blocks, dtype=torch.int64, device=cache.device))
+        self._settle(set(slots))
         stored = self._slots[torch.tensor(slots, dtype=torch.int64), at : at + part.shape[1]].to(cache.device)
         values = torch.cat([own, stored]).view(torch.uint8)
         used = min(values.shape[1], rows.shape[1])  # another layer may have more in the same place

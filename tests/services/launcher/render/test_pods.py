@@ -157,6 +157,18 @@ def test_models_are_on_a_volume_of_each_instance_or_on_one_for_all() -> None:
         assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "weights"
 
 
+def test_kv_on_a_disk_has_a_volume_and_memory_for_what_is_to_be_written() -> None:
+    disk = {"host_kv_bytes": 8 << 30, "disk_kv_bytes": 100 << 30, "disk_kv_folder": "/nvme/kv"}
+    gpus = {"id": "gpus", "role": "prefill", "accelerator": "A100-SXM-80", "tensor_parallel": 2}
+    objects = rendered(unlike(instances=[gpus | disk]))
+    volumes = {volume["name"]: volume for volume in pod(objects, "gpus")["volumes"]}
+    assert volumes["kv"] == {"name": "kv", "emptyDir": {"sizeLimit": "201Gi"}}
+    box = container(objects, "gpus")
+    assert {"name": "kv", "mountPath": "/nvme/kv"} in box["volumeMounts"]
+    assert box["resources"]["requests"]["memory"] == "23Gi"  # two ranks with 0.25 + 1 + 8 + 0.25, and 4
+    assert "'kv'" not in str(pod(rendered(), "a100"))
+
+
 def test_metrics_of_every_service_are_found_once() -> None:
     objects = rendered()
     (monitor,) = of_kind(objects, "ServiceMonitor").values()

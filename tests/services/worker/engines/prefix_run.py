@@ -1,6 +1,7 @@
 """A real engine in a process of its own: what it tells of its prefix cache beside what requests find there."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from random import Random
@@ -8,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from services.worker.engines.base import CacheEvent
+from services.worker.engines.base import CacheEvent, CacheExport, EngineRequest
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv import lossy_salt
 from services.worker.prefix_feed import HeldPrefixes
 from services.worker.settings import WorkerSettings
 from shared.domain.adapters import version_key
+from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
 from shared.domain.prompt import BLOCK_TOKENS, PrefixDelta, block_hashes
 from shared.errors import EngineFailed
@@ -63,6 +65,7 @@ class Trial(Run):
         super().__init__(engine)
         self.told = told
         self.found: list[Found] = []
+        self.exported = (0, 0)  # known tokens, and those that an export found
 
     async def ask(self, what: str, prompt: list[int], salt: str = "", adapter: str = "", **more: Any) -> None:
         name = f"{what} {len(self.found)}"
@@ -76,6 +79,16 @@ class Trial(Run):
         hit = after - before.hit_tokens
         loaded = self.engine.stats().host.served_tokens - before.host.served_tokens
         self.found.append(Found(what, len(prompt), known, hit, reused.tokens, reused.imported, hosted, loaded))
+
+    async def export(self, prompt: list[int]) -> None:
+        """Compare what an export finds of a prompt with what is known of it."""
+        generation = Generation(msgspec.msgpack.encode(greedy()), time.time(), "")
+        request = EngineRequest("export", JobView("export", len(prompt), 1), prompt, generation, 1)
+        known = self.told.tokens(prompt, "", "")
+        tokens = await self.engine.export_cached(request, CacheExport("x", 0, lambda _: None, lambda: True))
+        self.exported = known, tokens
+        assert self.engine.rank is not None
+        self.engine.rank.release("x")
 
     async def counted(self, prompt_tokens: int) -> int:
         """Wait until the engine's counts have it, and its events are here."""
@@ -119,6 +132,7 @@ async def work(trial: Trial, settings: WorkerSettings) -> None:
         await trial.ask(f"by {adapter}, salted again", prompt, "s", adapter)
     if settings.engine_args["enable_prefix_caching"]:
         await conversations(trial, rng)
+        await trial.export(prompt)
     await trial.ask("to export", prompt, export_to="t1")
     handle = KvHandle("t1", "e", 1, "f", settings.kv_endpoints, 300, settings.dtype)
     await trial.ask("imported", prompt, "i", import_from=handle)
@@ -167,12 +181,13 @@ async def found(
     overlapping: bool = False,
     adapters: dict[str, str] | None = None,
     host_kv_bytes: int = 0,
+    disk: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Try it all, with asynchronous scheduling or without."""
     told, more = Told(), {"enable_prefix_caching": caching}
     limits = {"max_model_len": 640, "block_size": block_size, "chunk_size": 128, "kv_cache_bytes": 6 << 20}
     lora = {"adapters": adapters or {}, "allow_runtime_updating": bool(adapters), "max_rank": 8 if adapters else None}
-    limits |= {"async_scheduling": overlapping, "lora": lora, "host_kv_bytes": host_kv_bytes}
+    limits |= {"async_scheduling": overlapping, "lora": lora, "host_kv_bytes": host_kv_bytes} | (disk or {})
     async with started(port, 4 << 20, {"on_cache": told}, engine_args=more, **limits) as here:
         trial = Trial(here.engine, told)
         await work(trial, here.settings)
@@ -180,6 +195,7 @@ async def found(
             "versions": await versions(trial, here.settings) if adapters else {},
             "found": [asdict(one) for one in trial.found],
             "blocks": here.total_blocks,
+            "exported": trial.exported,
             "host": msgspec.to_builtins(here.engine.stats().host),
             "nodes": len(told.held),
             "told": len(told.held.reachable.blocks) * BLOCK_TOKENS,

@@ -16,6 +16,7 @@ from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_events import EventPublisher
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -85,6 +86,7 @@ CHECKED: dict[str, dict[Any, str]] = {
         KVConnectorModelRunnerMixin._get_kv_connector_output: "d31c3c5204c3",
         ActiveKVConnector.pre_forward: "d14fe71d72b6",
     },
+    "disk_tier": {KVOutputAggregator.aggregate: "44ec1f793430"},
     "force_known_tokens": {
         LogitsProcessor: "a6219776f22f",
         process_dict_updates: "8be84d343f19",

@@ -55,10 +55,13 @@ def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlappi
     assert answer["told"] <= answer["blocks"] * block_size
 
 
-@pytest.mark.parametrize(("host_mb", "overlapping"), [(2, False), (64, True)])
-def test_what_the_host_tier_holds_is_known_and_hit_too(tmp_path: Path, host_mb: int, overlapping: bool) -> None:
-    """With a store that is soon full, and with one that keeps everything."""
-    answer = found_by(RUN, tmp_path, 32, True, overlapping, {}, host_mb << 20)
+@pytest.mark.parametrize(("host_mb", "disk_mb", "overlapping"), [(2, 0, False), (64, 0, True), (4, 64, True)])
+def test_what_the_host_tier_holds_is_known_and_hit_too(
+    tmp_path: Path, host_mb: int, disk_mb: int, overlapping: bool
+) -> None:
+    """With a store that is soon full, with one that keeps everything, and with a disk that keeps everything."""
+    disk = {"disk_kv_bytes": disk_mb << 20, "disk_kv_folder": str(tmp_path)} if disk_mb else {}
+    answer = found_by(RUN, tmp_path, 32, True, overlapping, {}, host_mb << 20, disk)
     host, conversations = answer["host"], [one for one in answer["found"] if one["what"] == "conversation"]
     for one in answer["found"]:
         saved = min(one["known"], one["prompt"] - 1) // 32 * 32
@@ -69,7 +72,12 @@ def test_what_the_host_tier_holds_is_known_and_hit_too(tmp_path: Path, host_mb: 
     assert {one["what"] for one in answer["found"] if one["imported"]} == {"imported"}
     assert host["held_bytes"] <= host["limit_bytes"] <= host_mb << 20
     assert min(host["stored_blocks"], host["served_tokens"]) > 0
-    if host_mb == 2:
+    known, exported = answer["exported"]
+    assert exported - known in (0, 32)
+    if disk_mb:
+        assert host["disk"]["read_blocks"] > 0
+        assert known > 0
+    if host_mb < 64:
         assert host["evicted_blocks"] > 0
     else:
         assert host["evicted_blocks"] == 0

@@ -1,8 +1,11 @@
-"""Real engines whose KV memory holds a few prompts, and a store in host memory for what leaves it: prompts that come
-again get the tokens of an engine that has computed them, and with zeros in the place of what is loaded, others.
+"""Real engines whose KV memory holds a few prompts, and a store in host memory for what leaves it, some with a disk
+behind it: prompts that come again get the tokens of an engine that has computed them, and with zeros in the place of
+what is loaded, others.
 """
 
 import asyncio
+import os
+import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 
 from benchmarks.engine_client import NEW_TOKENS, Engine, emptied, exporting, identical, importing, prompts
 from benchmarks.model_families import FAMILIES, make_model
+from services.worker.kv.disk_store import rank_file, step_bytes
 from services.worker.kv.rank_messages import PullEnded
 from tests.tiny_models import make_llama
 
@@ -22,12 +26,26 @@ BLOCK = 48 << 10
 class Trial:
     """An engine with a tier, a plain one, and the plain one's answers to `texts`."""
 
-    def __init__(self, model: Path, *, slots: int, blocks: int, block_bytes: int, **options: Any) -> None:
-        """slots, blocks: how many the store and the engine's memory hold."""
+    def __init__(
+        self,
+        model: Path,
+        *,
+        slots: int,
+        blocks: int,
+        block_bytes: int,
+        disk: tuple[Path, int] | None = None,
+        **options: Any,
+    ) -> None:
+        """slots, blocks: how many the store and the engine's memory hold. disk: a folder, and how many the file of
+        each rank holds.
+        """
         options = {"dtype": "float32", "kv_cache_memory_bytes": blocks * block_bytes, **options}
         ranks = options.get("tp", 1) * options.get("pp", 1)
         plain = {name: value for name, value in options.items() if name != "kv_cache_memory_bytes"}
-        self.e = Engine("e", model, host_kv_bytes=slots * block_bytes, **options)
+        tier: dict[str, Any] = {"host_kv_bytes": slots * block_bytes}
+        if disk is not None:
+            tier |= {"disk_folder": disk[0], "disk_kv_bytes": disk[1] * step_bytes(block_bytes)}
+        self.e = Engine("e", model, **tier, **options)
         self.plain = Engine("plain", model, **plain)
         self.limit_bytes = slots * block_bytes * ranks
         self.texts = prompts(lengths=LENGTHS)
@@ -82,17 +100,24 @@ class Trial:
         for other in self.texts[:-1]:
             await self.e.generate(other, 1)
         before = await self.host()
-        handle = await self.e.export(text[:-1])
+        handle = await self.e.export(text[:-1])  # of an engine that computes nothing
         assert len(text) - 64 < handle.tokens < len(text)
         self.plain.events.clear()
         assert (await self.plain.ask("reset"))["ok"]
         assert await self.plain.generate(text, NEW_TOKENS, importing(handle)) == reference
         assert await self.plain.pulls() == {"ok": len(self.plain.endpoints)}
         await emptied(self.e)
-        assert await self.host() == before
+        if before["disk"]["limit_bytes"]:
+            assert (await self.disk())["read_blocks"] > before["disk"]["read_blocks"]
+        else:
+            assert await self.host() == before
 
     async def host(self) -> dict[str, Any]:
         return await self.e.ask("host")
+
+    async def disk(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.host())["disk"]
+        return found
 
 
 async def test_what_left_the_cache_is_loaded_and_not_computed(tmp_path: Path) -> None:
@@ -170,3 +195,92 @@ async def test_a_model_with_states_has_no_tier(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"host_kv_bytes: .*: leave it out"):
         async with engine:
             pass
+
+
+async def test_what_left_host_memory_comes_back_from_the_disk(tmp_path: Path) -> None:
+    (folder := tmp_path / "disk" / "e").parent.mkdir()
+    async with Trial(make_llama(tmp_path), slots=80, blocks=64, block_bytes=BLOCK, disk=(folder, 400)) as trial:
+        every, tokens = len(trial.texts), sum(map(len, trial.texts))
+        assert await trial.round() == (every, 0)
+        first = await trial.disk()
+        assert (first["held_bytes"], first["limit_bytes"]) == (first["written_blocks"] * BLOCK, 400 * BLOCK)
+        same, served = await trial.round()
+        disk = await trial.disk()
+        assert same == every
+        assert served > 0.9 * tokens
+        assert disk["read_blocks"] > 0.5 * tokens / 32
+        outputs = await asyncio.gather(*(trial.e.generate(text, NEW_TOKENS) for text in trial.texts))
+        assert identical(outputs, trial.references) == every
+        for other in trial.texts[:-1]:
+            await trial.e.generate(other, 1)
+        disk, handle = await trial.disk(), await trial.plain.export(trial.texts[-1][:-1])
+        assert await trial.e.generate(trial.texts[-1], NEW_TOKENS, importing(handle)) == trial.references[-1]
+        assert await trial.e.pulls() == {"ok": 1}
+        assert (await trial.disk())["read_blocks"] == disk["read_blocks"]  # it was under way from another instance
+        await trial.exports()
+        async with asyncio.TaskGroup() as group:  # and of one that does
+            group.create_task(trial.e.generate(trial.texts[0], NEW_TOKENS))
+            exported = group.create_task(trial.e.export(trial.texts[-2][:-1]))
+        assert exported.result().tokens > len(trial.texts[-2]) - 64
+        await trial.e.ask("fault", zero=True, corrupt=False)
+        assert (await trial.round())[0] < every / 2
+        await trial.e.ask("fault", zero=False, corrupt=False)
+        assert (await trial.e.ask("reset"))["ok"]
+        assert (await trial.disk())["held_bytes"] == 0
+
+        assert await trial.round() == (every, 0)
+        file, disk = rank_file(folder, 0), await trial.disk()
+        assert (disk["lost_blocks"], disk["fault"]) == (0, "")
+        damaged(file, BLOCK)
+        (same, less), now = await trial.round(), await trial.disk()
+        assert same == every
+        assert less < served
+        assert now["lost_blocks"] > 0
+        os.truncate(file, 0)
+        (same, _), disk = await trial.round(), await trial.disk()
+        assert same == every
+        assert disk["lost_blocks"] > now["lost_blocks"]
+        shutil.rmtree(folder)
+        (same, served), disk = await trial.round(), await trial.disk()
+        assert same == every
+        assert served > 0  # from host memory
+        assert disk["held_bytes"] == 0
+        assert disk["fault"].endswith("the file was removed")
+        assert "the disk tier is switched off" in trial.e.log.read_text()
+        assert (await trial.round())[0] == every
+
+
+async def test_a_full_disk_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Each rank has its own file. The disk holds less than all prompts."""
+    (folder := tmp_path / "disk" / "e").parent.mkdir()
+    async with Trial(
+        make_llama(tmp_path), slots=80, blocks=64, block_bytes=BLOCK // 2, disk=(folder, 50), tp=2
+    ) as trial:
+        assert sorted(folder.iterdir()) == [rank_file(folder, rank) for rank in (0, 1)]
+        for _ in range(3):
+            assert (await trial.round())[0] == len(trial.texts)
+        disk = await trial.disk()
+        assert disk["held_bytes"] == disk["limit_bytes"] == 50 * BLOCK
+        assert disk["evicted_blocks"] > 0 < disk["read_blocks"]
+        assert (disk["lost_blocks"], disk["fault"]) == (0, "")
+        damaged(rank_file(folder, 1), BLOCK // 2)
+        assert (await trial.round())[0] == len(trial.texts)
+        assert (await trial.disk())["lost_blocks"] > 0
+
+
+async def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"disk_kv_bytes": 1 << 20, "disk_folder": tmp_path / "not mounted" / "e"}
+    engine = Engine("e", make_llama(tmp_path), host_kv_bytes=1 << 20, **more)
+    with pytest.raises(RuntimeError, match=r"disk_kv_folder: there is no folder .*not mounted: make it, or mount it"):
+        async with engine:
+            pass
+
+
+def damaged(file: Path, block_bytes: int) -> None:
+    """Change a byte of each other block."""
+    with file.open("r+b") as opened:
+        for at in range(0, file.stat().st_size, 2 * step_bytes(block_bytes)):
+            opened.seek(at + step_bytes(block_bytes) // 2)
+            byte = opened.read(1)[0]
+            opened.seek(-1, os.SEEK_CUR)
+            opened.write(bytes([byte ^ 1]))
