@@ -66,7 +66,7 @@ class CacheExports:
         self._again_mono = 0.0  # when the next piece may be copied while the engine computes
         self._token_s = 0.0  # of the last pieces
 
-    def _copy(self, copies: "HostCopies") -> "list[DiskReport | None]":
+    def _copy_disk(self, copies: "HostCopies") -> "list[DiskReport | None]":
         reports: list[DiskReport | None] = self._core.model_executor.collective_rpc(copy_on_rank, args=(copies,))
         return reports
 
@@ -80,7 +80,7 @@ class CacheExports:
         if self.tier is not None:
             if self.tier.prepares(wanted.transfer_id, request, wanted.start):
                 if not self._scheduler.has_requests():  # else the next step does it
-                    self.tier.copy_now(self._copy)
+                    self.tier.copy_now(self._copy_disk)
                 return None
             blocks, tokens = self.tier.exported(request)
             if tokens <= wanted.start:
