@@ -84,7 +84,7 @@ class Trial(Run):
         """Compare what an export finds of a prompt with what is known of it."""
         generation = Generation(msgspec.msgpack.encode(greedy()), time.time(), "")
         request = EngineRequest("export", JobView("export", len(prompt), 1), prompt, generation, 1)
-        known = self.told.tokens(prompt, "", "")
+        known, _ = self.told.tokens(prompt, "", "")
         tokens = await self.engine.export_cached(request, CacheExport("x", 0, lambda _: None, lambda: True))
         self.exported = known, tokens
         assert self.engine.rank is not None
