@@ -81,7 +81,7 @@ def test_an_idle_prefill_instance_keeps_the_answer_where_decodes_are_slow() -> N
     ("asks", "prefills"),
     [
         ({}, p()),  # a job that cannot migrate
-        ({"migrates": True}, p(busy_share=0.6)),  # prompts are computed there most of the time
+        ({"migrates": True}, p(busy_share=0.8)),  # prompts are computed there most of the time
         ({"migrates": True}, p(free_blocks=0)),
     ],
 )

@@ -132,11 +132,11 @@ def test_a_prefill_instance_keeps_the_first_tokens_of_an_answer(keep_tokens: int
 
 
 def test_kept_answers_leave_when_prompts_come() -> None:
-    work = workload((0.0, 100, 1000), *((2.0 + number / 10, 100, 1) for number in range(120)))
+    work = workload((0.0, 100, 1000), *((2.0 + number / 10, 100, 1) for number in range(200)))
     result = simulate(work, cluster("d0"), RunSpec(policies=policies(placement=Keep(2000))))
     check(result, work)
     assert result.migrations == 1
-    assert 0 < result.instances[0].decode_tokens < 600
+    assert 0 < result.instances[0].decode_tokens < 900
 
 
 def test_without_another_instance_all_stay() -> None:
