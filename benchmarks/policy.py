@@ -136,7 +136,7 @@ def some_jobs() -> list[JobView]:
         prediction = LengthPrediction(lower // 200, lower, lower + 200, 0.8, "observed")
         prompt = rng.randrange(1, 4_000)
         prefix = family(number % FAMILIES)[: prompt // BLOCK_TOKENS]
-        jobs.append(JobView(f"j{number}", prompt, 1_000, prediction=prediction, prefix=prefix))
+        jobs.append(JobView(f"j{number}", prompt, 1_000, prediction=prediction, prefix=prefix, migrates=True))
     return jobs
 
 
