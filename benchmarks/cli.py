@@ -159,7 +159,7 @@ def bench_mobility(
     data: DataFolder = DATA,
     section: Annotated[
         list[str] | None,
-        typer.Option("--sections", help="One of chats, goodput, host, pulls, migration; may be repeated."),
+        typer.Option("--sections", help="One of chats, goodput, traces, host, pulls, migration; may be repeated."),
     ] = None,
     results: Annotated[
         Path | None, typer.Option(help="Keep each run of goodput in this file, and continue from its runs.")

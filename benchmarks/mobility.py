@@ -1,8 +1,8 @@
 """`polyphase bench mobility`: what it brings to move KV between any two instances.
 
 Each section is a function: `chats` simulates clusters whose placement pulls prefixes from the instances that hold them,
-and the same clusters without pulls; `goodput` clusters with and without pulls and migrations; `host` a cluster with and
-without host tiers. `pulls` and `migration` are live.
+and the same clusters without pulls; `goodput` and `traces` clusters with each mechanism and without; `host` a cluster
+with and without host tiers. `pulls` and `migration` are live.
 """
 
 import asyncio
@@ -23,11 +23,21 @@ from benchmarks.policies import COARSE, LASTS_S, MIN_REQUESTS, RESOLUTION, SHORT
 from benchmarks.prefix import TRACES, oracle_tokens, traces
 from benchmarks.pulls import live_pulls
 from benchmarks.results import Aim, Result, aim, at_least, at_most, merged, progress, result, run_parts
-from benchmarks.scenarios import SEED, Scenario, all_scenarios, chat_scenarios, instances, shipped
+from benchmarks.scenarios import (
+    SEED,
+    TARGET,
+    Scenario,
+    all_scenarios,
+    chat_scenarios,
+    instances,
+    shipped,
+    slo_scenarios,
+)
+from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.prompt import BLOCK_TOKENS
 from shared.sim.cluster import simulate
-from shared.sim.metrics import summary
+from shared.sim.metrics import attainment, summary
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import with_words
 from shared.sim.traces import read_trace
@@ -46,6 +56,7 @@ def run_mobility_bench(
     parts: dict[str, Callable[[], Result]] = {
         "chats": partial(simulated_chats, data, processes),
         "goodput": partial(simulated_goodput, results, processes),
+        "traces": partial(traced_goodput, data, processes),
         "host": partial(simulated_host, processes),
         "pulls": live_pulls,
         "migration": live_migrations,
@@ -84,9 +95,13 @@ class Chats:
         trace = read_trace(self.file).head(REQUESTS)
         return trace.at_rate(rate) if rate is not None else trace
 
-    def run(self, words: str, work: Workload) -> SimResult:
-        spec = replace(shipped(self.cluster).run, slo=SLO, seed=SEED)
-        return simulate(work, instances(self.cluster), with_words(spec, words))
+    def run(self, words: str, work: Workload, slo: Slo = SLO, *, aggregated: bool = False) -> SimResult:
+        """aggregated: each instance serves whole requests."""
+        specs = instances(self.cluster)
+        if aggregated:
+            specs = tuple(replace(spec, role=Role.DECODE) for spec in specs)
+        spec = replace(shipped(self.cluster).run, slo=slo, seed=SEED)
+        return simulate(work, specs, with_words(spec, words))
 
 
 def simulated_chats(data: Path, processes: int) -> Result:
@@ -166,7 +181,7 @@ CHAT_ARMS = ARMS | {"no_migration": f"{WITH}+migration=off", "no_pull": WITHOUT}
 
 def simulated_goodput(results: Path | None, processes: int) -> Result:
     """results: a file in which runs are kept (`Runs`)."""
-    kept, cases = Runs(results), [*all_scenarios(), *chat_scenarios()]
+    kept, cases = Runs(results), [*all_scenarios(), *chat_scenarios(), *slo_scenarios()]
     with ProcessPoolExecutor(processes) as pool:
         return merged(*pool.map(partial(compared_goodput, kept), cases))
 
@@ -285,6 +300,41 @@ def simulated_host(processes: int, count: int = QUESTIONS) -> Result:
         aims[f"{head}_per_s_over_ignored"] = at_least(1.0, closed[known].per_s / closed[ignored].per_s)
         aims[f"{head}_ttft_over_no_tier"] = at_most(1.0, opened[known].ttft_mean_s / opened[none].ttft_mean_s)
     return result(figures, aims, notes) | {"tables": {HOST_TABLE: rows}}
+
+
+# Goodput on Mooncake's traces, on the cluster with both roles, at several targets.
+
+TRACED_SLOS = {
+    "tight": Slo("default", 5.0, 0.05),
+    "usual": Slo("default", 10.0, 0.1),
+    "loose": Slo("default", 20.0, 0.2),
+}
+TRACED_REQUESTS = 1_000  # the first of each trace
+
+
+def traced_goodput(data: Path, processes: int) -> Result:
+    cases = [(name, file, slo) for name, file in zip(TRACES, traces(data), strict=True) for slo in TRACED_SLOS]
+    with ProcessPoolExecutor(processes) as pool:
+        return merged(*pool.map(compared_trace, *zip(*cases, strict=True)))
+
+
+def compared_trace(name: str, file: Path, slo_name: str) -> Result:
+    """Requests a second within these targets, by arm."""
+    case, slo, found = Chats("chats", name, file), TRACED_SLOS[slo_name], {}
+    work = read_trace(file).head(TRACED_REQUESTS)
+    near = len(work) / case.run(WITH, work.at_once()).duration_s / 2.0
+
+    def met(words: str, aggregated: bool, rate: float) -> bool:
+        seen = case.run(words, work.at_rate(rate), slo, aggregated=aggregated)
+        return attainment(seen.outcomes, slo).every >= TARGET
+
+    for arm, words in ARMS.items():
+        found[arm] = goodput(partial(met, words, arm == "aggregated"), near, RESOLUTION)
+    head = f"goodput_{name}_{slo_name}"
+    progress(f"{head}: {found}")
+    ratio = found["mobile"] / max(1e-9, found["neither"])
+    figures = {f"{head}_{arm}_per_s": round(rate, 3) for arm, rate in found.items()}
+    return result(figures, {f"{head}_mobile_over_neither": at_least(1.0, ratio)})
 
 
 # Migration: answers on real engines that are moved again and again, and drains and flips beside emulated long streams.

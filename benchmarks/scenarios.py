@@ -39,27 +39,34 @@ LEARNED_STEPS, NOISE, START_OFF = 400, 0.05, 1.5
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A cluster and a kind of requests, a key of KINDS or `CHATS`; `seed` draws the requests. aggregated: each instance
-    serves whole requests.
+    serves whole requests. slower: its targets, over those of `SLO`.
     """
 
     cluster: str
     kind: str
     seed: int = SEED
     aggregated: bool = False
+    slower: float = 1.0
 
     @property
     def name(self) -> str:
-        return f"{self.cluster}_{self.kind}" + "_aggregated" * self.aggregated
+        more = "_aggregated" * self.aggregated + (f"_slo_{self.slower:g}" if self.slower != 1.0 else "")
+        return f"{self.cluster}_{self.kind}{more}"
+
+    @property
+    def slo(self) -> Slo:
+        return SLO if self.slower == 1.0 else SLO.slower(self.slower)
 
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
         """The share of requests within their SLO: `requests` of them at `rate` a second, under policies in words.
 
         head: the number of requests, from the first on, that are sent and counted; None for all.
         """
-        return attainment(self.result(policy, rate, requests, head).outcomes, SLO).every
+        return attainment(self.result(policy, rate, requests, head).outcomes, self.slo).every
 
     def result(self, policy: str, rate: float, requests: int, head: int | None = None) -> SimResult:
-        run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
+        run = replace(with_words(run_of(self.cluster), policy), slo=self.slo)
+        workload = self.workload(rate, requests)
         specs = instances(self.cluster)
         if self.aggregated:
             specs = tuple(replace(spec, role=Role.DECODE) for spec in specs)
@@ -77,6 +84,13 @@ class Scenario:
 def all_scenarios(seed: int = SEED) -> Iterator[Scenario]:
     """Every cluster with every kind of requests."""
     return (Scenario(cluster, kind, seed) for cluster in CLUSTERS for kind in KINDS)
+
+
+def slo_scenarios(seed: int = SEED) -> Iterator[Scenario]:
+    """The Azure traces on clusters with fast and slow instances, with tighter and looser targets."""
+    for cluster in ("fast_slow", "prefill_heavy"):
+        for kind in ("conversation", "code"):
+            yield from (Scenario(cluster, kind, seed, slower=slower) for slower in (0.5, 2.0))
 
 
 def chat_scenarios(seed: int = SEED) -> Iterator[Scenario]:

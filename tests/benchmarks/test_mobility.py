@@ -1,15 +1,24 @@
 """`bench mobility`: its sections, figures and aims, on a small trace."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import mobility
 from benchmarks.goodput import Meets
-from benchmarks.mobility import Chats, compared_chats, compared_goodput, pooled_tokens, run_mobility_bench
+from benchmarks.mobility import (
+    Chats,
+    compared_chats,
+    compared_goodput,
+    compared_trace,
+    pooled_tokens,
+    run_mobility_bench,
+)
 from benchmarks.policies import Runs
-from benchmarks.scenarios import Scenario, all_scenarios, chat_scenarios
+from benchmarks.scenarios import Scenario, all_scenarios, chat_scenarios, slo_scenarios
+from shared.domain.job import Slo
 from shared.errors import InvalidRequest, NotFound
 
 
@@ -57,6 +66,25 @@ def test_the_scenarios_of_goodput_are_those_of_bench_policies_and_chats() -> Non
     names = [case.name for case in (*all_scenarios(), *chat_scenarios())]
     assert len(set(names)) == len(names) == 16
     assert names[-1] == "mixed_32_chats"
+
+
+def test_targets_are_tightened_and_loosened_together() -> None:
+    cases = list(slo_scenarios())
+    assert len({case.name for case in cases}) == len(cases) == 8
+    tight = cases[0]
+    assert (tight.name, tight.slo.ttft_s, tight.slo.tpot_s) == ("fast_slow_conversation_slo_0.5", 1.0, 0.05)
+    attained = [replace(tight, slower=slower).attained(mobility.WITH, 12.0, 100) for slower in (0.1, 0.5, 2.0)]
+    assert attained == sorted(attained)
+    assert attained[0] < attained[2] == 1.0
+
+
+def test_a_trace_is_served_within_tighter_and_looser_targets(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slos = {"tight": Slo("default", 0.9, 0.1), "loose": Slo("default", 1.8, 0.1)}  # it is short
+    monkeypatch.setattr(mobility, "TRACED_SLOS", slos)
+    found = {name: compared_trace("conversation", trace, name) for name in ("tight", "loose")}
+    served = [one["figures"][f"goodput_conversation_{name}_mobile_per_s"] for name, one in found.items()]
+    assert 0 < served[0] <= served[1]
+    assert [len(one["figures"]) for one in found.values()] == [len(mobility.ARMS)] * 2
 
 
 class Served(Runs):
