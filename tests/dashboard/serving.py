@@ -31,7 +31,7 @@ FLAGS = [
 ]
 START_S = 40.0
 STOP_S = 20.0
-SHOWN_MS = 30_000
+SHOWN_MS = 60_000
 
 
 @contextmanager
