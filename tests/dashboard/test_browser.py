@@ -123,9 +123,8 @@ def test_the_links_of_a_problem(console: str, browser: Page) -> None:
     expect(browser.locator(".pp-verdict .pp-sign")).to_have_text("▲")
     expect(browser.locator(".pp-chain .pp-link")).to_have_count(5)
     choose(browser, "24 h")
-    expect(
-        browser.locator(".st-key-history-1440 .js-plotly-plot")
-    ).to_be_visible()  # the chart before may stay a moment
+    # By its own key: the chart before may stay a moment.
+    expect(browser.locator(".st-key-history-1440 .js-plotly-plot")).to_be_visible()
     problem = browser.locator(".st-key-problem-0")
     problem.get_by_role("link", name="requests").click()
     expect(browser.get_by_role("radio", name="missed")).to_be_checked()
