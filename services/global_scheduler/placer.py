@@ -97,12 +97,14 @@ class SchedulerMetrics:
         self._decisions.observe(duration_s)
         kind = "local" if route.prefill is None else "partial" if route.decode is not None else "full"
         self._placements.labels(kind).inc()
-        for role, instance in ((Role.PREFILL, route.prefill), (Role.DECODE, route.decode)):
+        at_prefill = route.keep_tokens > 0
+        last = Role.PREFILL if at_prefill else Role.DECODE
+        for role, instance in ((Role.PREFILL, route.prefill), (last, route.decode)):
             if instance is not None:
                 self._chosen.labels(instance.instance_id, role.value).inc()
         if route.affinity is not None:
             self._affinity[route.affinity].inc()
-        if route.keep_tokens:
+        if at_prefill:
             self._kept.inc()
         if route.pull is not None:
             self._pulls.inc()

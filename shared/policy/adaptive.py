@@ -36,7 +36,7 @@ from shared.policy.saved_tokens import saved_of
 from shared.policy.split import SplitChoice
 
 HOLDERS_PER_ROLE, HOLDERS_LOOKED_UP = 2, 6  # candidates that hold most of the prompt's prefix, among so many of both
-KEPT_GAIN = 0.2  # by which the SLO cost has to be less where a prefill instance is to decode: it does so for long
+KEPT_GAIN = 0.2  # by which the SLO cost has to be less for an answer to be kept: it stays for long
 RANDOM_DECODES = 2  # decode candidates that are drawn at random, less those that hold some of the prompt
 
 

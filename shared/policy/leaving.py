@@ -12,7 +12,7 @@ from shared.policy.decode_admission import COUNT, ahead_of
 AHEAD_S = 3.0  # KV memory that lasts for longer is no reason: answers may end sooner than expected
 SPARE_SHARE = 0.1  # of the target's KV memory that stays free beside a job which leaves for memory or speed: loads
 # are 0.1 s old, and where all instances are full a migration would only move the shortage
-KEPT_BUSY = 0.9  # a prefill instance that spends more of its time on prompts keeps no answers
+KEPT_BUSY = 0.9  # from a prefill instance that spends a larger share of its time on prompts, kept answers leave
 AT_ONCE = 4  # jobs that leave for memory within one look
 AGAIN_S = 5.0  # between two requests of one job to leave
 LOOK_S = 0.25  # between two looks of an instance for jobs that should leave

@@ -353,7 +353,7 @@ def victim(running: Reversible[Running], rank: Callable[[Running], Rank]) -> Run
 
 
 FADE = 1.0 - 1.0 / 64.0  # a step counts by this factor less with each later step
-RECENT_S = 5.0  # over which that is a mean
+RECENT_S = 5.0  # over which `PromptTime` is a mean
 
 
 class PromptTime:

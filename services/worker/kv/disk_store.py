@@ -202,7 +202,7 @@ class DiskStore:
         return _RECORD.pack(digest, xxhash.xxh3_64_intdigest(data))
 
     def _check_file(self) -> None:
-        """Raises OSError where it was removed: its space is not free, and nobody sees what takes it."""
+        """Raises OSError where it was removed: its space is not free, and no folder shows what takes it."""
         if not os.fstat(self._file).st_nlink:
             raise OSError("the file was removed")
 

@@ -82,9 +82,19 @@ def test_pulls_and_their_tokens_are_counted() -> None:
     metrics.placed(Route(where[0], where[1], 1_100, "adaptive", prefill_saved=512, decode_saved=1_024, pull=pull), 0.1)
     metrics.placed(Route(None, where[1], 0, "adaptive", decode_saved=256, pull=pull), 0.1)
     metrics.placed(Route(None, where[1], 0, "adaptive", decode_saved=256), 0.1)
-    assert registry.get_sample_value("polyphase_scheduler_kept_answers_total") == 0
     assert registry.get_sample_value("polyphase_scheduler_prefix_pulls_total") == 2
     assert registry.get_sample_value("polyphase_scheduler_prefix_pull_tokens_total") == 512 + 768
+
+
+def test_a_kept_answer_is_counted_at_its_prefill_instance() -> None:
+    registry, p = CollectorRegistry(), InstanceRef("p", 1, "")
+    metrics = SchedulerMetrics(registry)
+    for keep_tokens in (0, 100):
+        metrics.placed(Route(None, p, 0, "adaptive", keep_tokens=keep_tokens), 0.1)
+    assert registry.get_sample_value("polyphase_scheduler_kept_answers_total") == 1
+    for role in ("prefill", "decode"):
+        labels = {"instance_id": "p", "role": role}
+        assert registry.get_sample_value("polyphase_scheduler_chosen_total", labels) == 1
 
 
 async def test_nobody_there_and_impossible_are_kept_apart(scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-"""Host tiers and kept sessions in the simulator: what stays, what loading takes, and what placement is told of it."""
+"""Host tiers and kept sessions in the simulator: what stays, what loading takes, and what placement learns of it."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What goes to the disk and comes back, with ranks that do as they are told or fail."""
+"""What goes to the disk and comes back, with ranks that carry their copies out or fail."""
 
 from collections.abc import Sequence
 
