@@ -145,11 +145,15 @@ async def streamed(
 
 
 def join(whole: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add an event's parts to what has come: text to text, and the tool calls by their index."""
+    """Add an event's parts to what has come: text to text, and the tool calls by their index.
+
+    An event of several tokens may hold several parts of one call: its name, and the first of its arguments.
+    """
     for key, value in more.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            value = {str(each.pop("index")): each for each in value}
-        if isinstance(value, dict):
+            for each in value:
+                join(whole.setdefault(key, {}), {str(each["index"]): each})
+        elif isinstance(value, dict):
             join(whole.setdefault(key, {}), value)
         elif key in whole and isinstance(value, str | list) and key not in ("role", "type", "finish_reason"):
             whole[key] += value
@@ -158,6 +162,13 @@ def join(whole: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def without_ids(value: Any) -> Any:
+    """What an event says, without ids and without markers of reasoning in its texts.
+
+    If a model repeats `</think>` in its answer, vLLM's parsers drop the second one where it comes in one output with
+    the first, and keep it where it comes later: the text depends on how busy the server is.
+    """
+    if isinstance(value, str):
+        return value.replace("</think>", "")
     if isinstance(value, dict):
         return {key: without_ids(each) for key, each in value.items() if key != "id"}
     return [without_ids(each) for each in value] if isinstance(value, list) else value
