@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -264,7 +265,8 @@ async def _move(
             return
         if to:
             await asyncio.sleep(random.random() * 0.05)
-            await suite.suite.restarted(to, suite.suite.kill(to))
+            with suppress(NotFound):  # it has just been killed beside another stream's move
+                await suite.suite.restarted(to, suite.suite.kill(to))
 
 
 async def _job_id(stream: Stream, scheduler: SchedulerAdmin) -> str:

@@ -16,7 +16,14 @@ _PRELOAD = {
     "gateway": ("gateway.app", "shared.runtime.http"),
     "services.worker": ("services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector"),
 }
-_PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+# What `services.worker` sets before it imports these modules counts for a forked process only if it is set here:
+# PyTorch decides at the import whether a decorated function of vLLM will be compiled.
+_PRELOAD_ENV = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)

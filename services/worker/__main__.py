@@ -33,7 +33,8 @@ def _prepare_environment(settings: WorkerSettings) -> None:
     if settings.ranks == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the executor too stays in this process
     if settings.accelerator == "cpu":
-        # Some sampling helpers are compiled on first use even in eager mode; a C++ compiler takes up to a minute.
+        # Some sampling helpers are compiled on first use even in eager mode, while all streams of the instance wait:
+        # 5 s for the first log probabilities, and up to a minute where there is a C++ compiler to run.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,25 @@ def test_only_what_survives_a_fork_is_forked(tmp_path: Path, changes: dict[str, 
     assert ("services.worker.app" in plan.preload) is forked
     assert "gateway.app" in plan.preload
     assert not any(key.startswith("POLYPHASE_") for key in plan.fork_env or ())
+
+
+COMPILES = """
+import importlib, sys, torch
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+from torch._dynamo.utils import counters
+from vllm.v1.sample import sampler
+sampler.batched_count_greater_than(torch.zeros(2, 3), torch.zeros(2, 1))
+print("compiled", counters["frames"]["total"])
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_engine_compiles_nothing_for_its_first_log_probabilities(tmp_path: Path) -> None:
+    plan = make_plan(cluster(instances=[{"id": "x", "role": "prefill", "engine": "vllm"}]), tmp_path)
+    argv = [sys.executable, "-c", COMPILES, *plan.preload]
+    done = subprocess.run(argv, env=plan.fork_env, capture_output=True, text=True, timeout=300, check=False)
+    assert "compiled 0" in done.stdout, done.stdout + done.stderr
 
 
 def test_where_nothing_can_be_forked_there_is_no_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
