@@ -13,6 +13,7 @@ import yaml
 from services.launcher.ports import free_range
 from services.launcher.suite import POLL_S, Suite
 from tests.commands import Commands
+from tests.patience import patient
 
 START_S = 300.0
 COMMANDS = Commands()
@@ -37,7 +38,7 @@ def cluster(folder: Path, **changes: Any) -> Path:
         **changes,
     }
     file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump(patient(content)))
     return file
 
 
