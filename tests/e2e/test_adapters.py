@@ -22,6 +22,7 @@ from shared.domain.adapters import is_version, version_key
 from shared.domain.instance import InstanceInfo, Role
 from shared.model.adapters import digest_of
 from shared.wire.api.monitor import InstanceRow
+from tests.patience import patient
 from tests.tiny_models import make_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -178,7 +179,7 @@ async def test_no_request_is_answered_by_another_adapter(tmp_path: Path) -> None
         ],
     }
     async with (
-        started(cluster, tmp_path / "suite") as suite,
+        started(patient(cluster), tmp_path / "suite") as suite,
         httpx.AsyncClient(base_url=suite.plan.api_url, timeout=120) as client,
     ):
         serving = Serving(suite, client, plain)

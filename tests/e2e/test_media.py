@@ -24,6 +24,7 @@ from gateway.job import Job
 from shared.domain.job import Generation
 from shared.domain.prompt import whole_items
 from shared.wire.messages import TokenStep
+from tests.patience import patient
 
 pytest.importorskip("torchvision", reason="vLLM's code for these models needs torchvision")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -226,7 +227,7 @@ async def test_a_suite_answers_chats_with_images(tmp_path: Path) -> None:
         ],
     }
     async with (
-        started(cluster, tmp_path / "suite") as running,
+        started(patient(cluster), tmp_path / "suite") as running,
         httpx.AsyncClient(base_url=running.plan.api_url, timeout=180) as client,
     ):
         body = {"model": "demo", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
