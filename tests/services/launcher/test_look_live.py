@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from services.launcher.suite import Suite
-from tests.services.launcher.up import POLYPHASE, running
+from tests.services.launcher.up import EMULATED, POLYPHASE, running
 from tests.services.launcher.up import polyphase as command
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -30,6 +30,7 @@ async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
     frozen stays so.
     """
     changes: dict[str, Any] = {"name": "looked at", "launcher": {"hang_s": 0}, "policies": {"split": "full"}}
+    changes["instance_defaults"] = {**EMULATED, "emulated_step_s": 0.05}  # the long answer takes over a minute
     async with running(tmp_path_factory.mktemp("suite"), **changes) as (_, suite):
         await asyncio.gather(*(ask(suite, f"mine-{number}", 10 * number) for number in range(1, 5)))
         yield suite
@@ -102,7 +103,7 @@ async def test_requests_are_searched(suite: Suite) -> None:
         _, text = await polyphase(suite, "requests", "cmpl-mine-2", "--json")
         return [row["job_id"] for row in json.loads(text.splitlines()[-1])["rows"]]
 
-    async with asyncio.timeout(30):  # rows are written a second later
+    async with asyncio.timeout(60):  # rows are written a second later
         while not (ids := await found()):
             continue
     assert [job_id.startswith("cmpl-mine-2") for job_id in ids] == [True]

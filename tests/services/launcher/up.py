@@ -16,6 +16,7 @@ from tests.commands import Commands
 from tests.patience import patient
 
 START_S = 300.0
+EMULATED = {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30}
 COMMANDS = Commands()
 POLYPHASE = [sys.executable, "-m", "services.launcher.cli"]
 Up = tuple[asyncio.subprocess.Process, Suite]
@@ -33,7 +34,7 @@ def cluster(folder: Path, **changes: Any) -> Path:
         "dashboard": {"enabled": False},
         "predictor": {"enabled": False},
         "planner": {"enabled": False},
-        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
+        "instance_defaults": EMULATED,
         "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
         **changes,
     }
