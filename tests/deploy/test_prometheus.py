@@ -24,6 +24,7 @@ from services.launcher.up import RunningSuite, running_suite
 from tests.deploy.observability import Prometheus, need, panel_queries, prometheus, rules
 from tests.deploy.test_observability import samples
 from tests.deploy.vllm_queries import vllm_queries
+from tests.patience import patient
 from tests.services.expositions import expositions
 from tests.services.test_metric_owners import complaints
 from tools.client import COMPLETIONS, ApiClient, Ask, Ending, Request, completion_body, send
@@ -72,7 +73,7 @@ class Scene:
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     need("prometheus")
     folder = tmp_path_factory.mktemp("suite")
-    (folder / "cluster.yaml").write_text(yaml.safe_dump(content()))
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(patient(content())))
     cluster = on_free_ports(load_cluster(folder / "cluster.yaml"))
     async with (
         running_suite(cluster, folder / "data", Console(stderr=True)) as running,
@@ -102,7 +103,10 @@ def content() -> dict[str, Any]:
         "name": "test",
         "model": "models/demo",
         "served_model_name": MODEL,
-        "gateway": {"processes": 2, "slo": {"default": {"ttft_s": 60, "tpot_s": 60}, "strict": {"ttft_s": 1e-6}}},
+        "gateway": {
+            "processes": 2,
+            "slo": {"default": {"ttft_s": 60, "tpot_s": 60}, "strict": {"ttft_s": 1e-6, "tpot_s": 60}},
+        },
         "policies": {"placement": "least_load", "split": "full", "dispatch": "power_of_two"},
         "dashboard": {"enabled": False},
         "instances": [{"id": name, "role": role, **instance} for name, role in roles.items()],

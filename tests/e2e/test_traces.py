@@ -17,9 +17,10 @@ from benchmarks.traces import Collector, ReceivedSpan, collecting, faults, wait
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite
+from tests.patience import patient
 from tests.services.control_plane import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 PARENT = "00f067aa0ba902b7"
 SECRET = "xylophone"
 ORDER = ["receive", "intake", "placement", "place", "handover", "queue", "prefill", "reply", "handover", "decode_queue"]
@@ -80,7 +81,7 @@ async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
                 {"id": "d0", "role": "decode", "emulated_link_gbps": 10, **_INSTANCE},
             ],
         }
-        cluster = on_free_ports(Cluster.model_validate(content))
+        cluster = on_free_ports(Cluster.model_validate(patient(content)))
         async with running_suite(cluster, folder, Console(stderr=True)) as running:
             url = f"http://127.0.0.1:{cluster.gateway.port}"
             async with httpx.AsyncClient(base_url=url, timeout=180, trust_env=False) as http:
