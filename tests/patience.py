@@ -6,6 +6,7 @@ whose steps are slow, no request misses a target, and the steps of an operation 
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 PEERS = {"peer_silence_s": 20.0}
@@ -20,7 +21,7 @@ SECTIONS: dict[str, Any] = {
 
 def patient(cluster: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a cluster file with these settings, where it has none of its own."""
-    return _merged(SECTIONS, cluster)
+    return deepcopy(_merged(SECTIONS, cluster))
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

