@@ -80,7 +80,7 @@ async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
             **{name: {"enabled": False} for name in ("predictor", "planner", "dashboard")},
             "instances": [
                 {"id": "p0", "role": "prefill", **_INSTANCE},
-                {"id": "d0", "role": "decode", "emulated_link_gbps": 10, **_INSTANCE},
+                {"id": "d0", "role": "decode", "emulated_link_gbps": 10, "emulated_step_s": 0.02, **_INSTANCE},
             ],
         }
         cluster = on_free_ports(Cluster.model_validate(patient(content)))
@@ -161,7 +161,7 @@ async def test_metrics_count_exported_and_lost_spans(suite: Suite) -> None:
 
 async def test_a_lost_instance_is_an_attempt_in_the_trace_and_a_line_in_the_log(suite: Suite) -> None:
     trace_id = "56" * 16
-    async with suite.stream(trace_id, max_tokens=1000) as lines:
+    async with suite.stream(trace_id, max_tokens=400) as lines:  # for eight seconds
         chunks = [await anext(lines) for _ in range(5)]  # it decodes: the prefill instance gives one token alone
         suite.running.suite.kill("d0")
         chunks += [line async for line in lines]

@@ -57,7 +57,7 @@ class Load:
 
     async def user(self) -> None:
         body: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
             while True:
                 answer = await http.post(f"{self.suite.state.api_url}/v1/completions", json=body)
                 if answer.is_success:

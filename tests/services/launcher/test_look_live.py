@@ -38,7 +38,7 @@ async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
 
 async def ask(suite: Suite, request_id: str, tokens: int) -> dict[str, Any]:
     body = {"model": "m", "prompt": f"Hello {request_id}", "max_tokens": tokens, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
         answer = await http.post(
             f"{suite.state.api_url}/v1/completions", json=body, headers={"X-Request-Id": request_id}
         )

@@ -58,7 +58,7 @@ class Predictors:
 
 
 async def test_requests_are_predicted_beside_their_prefill_instance_before_and_after_a_flip(tmp_path: Path) -> None:
-    async with running(tmp_path, **CLUSTER) as (_, suite), httpx.AsyncClient(timeout=60, trust_env=False) as http:
+    async with running(tmp_path, **CLUSTER) as (_, suite), httpx.AsyncClient(timeout=180, trust_env=False) as http:
         predictors, names = Predictors(suite, http), ("p", "d-0", "d-1")
 
         async def send() -> None:
