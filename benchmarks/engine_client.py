@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.model_families import VOCABULARY
-from services.launcher import ports
+from services.launcher.ports import free_alone
 from services.worker.kv import lossy_salt
 from services.worker.kv.rank_control import SocketControl
 from services.worker.kv.rank_events import KvEvents
@@ -62,8 +62,7 @@ class Engine:
         self.name = name
         self._answer_s = answer_s
         self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
-        # A range of the process's own: an engine may start to listen after its reservation has ended.
-        first = ports.free_range(20_000 + os.getpid() * 40 % 8_000, size=tp * pp)
+        first = free_alone(tp * pp)
         self.endpoints = [f"{scheme}://127.0.0.1:{first + rank}" for rank in range(tp * pp)]
         self.controls = [f"ipc://{self.folder}/control-{rank}" for rank in range(tp * pp)]
         self.generation = time.time_ns()

@@ -25,8 +25,8 @@ from benchmarks.engine_client import NEW_TOKENS, SHORT, Engine
 from benchmarks.jobs import records
 from benchmarks.model_families import FAMILIES, Family, make_model
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, started
-from services.launcher import ports
 from services.launcher.model_source import PROJECT
+from services.launcher.ports import free_alone
 from services.launcher.suite import until
 from services.launcher.up import RunningSuite
 from services.worker.engine_args import faults_of, known
@@ -88,7 +88,7 @@ async def older(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """An instance of the other release with the settings of the suite's instance `like`. fault: its `kv_fault`."""
     spec = next(each for each in suite.plan.processes if each.name == like)
-    first = ports.free_range(size=3)
+    first = free_alone(3)
     own = {"INSTANCE_ID": name, "RPC_PORT": first, "HTTP_PORT": first + 1, "KV_PORT": first + 2, "KV_FAULT": fault}
     env = {**spec.env, **{f"POLYPHASE_WORKER_{key}": str(value) for key, value in own.items()}}
     with (folder / f"{name}.log").open("wb") as log:
