@@ -37,6 +37,7 @@ from benchmarks.suite import until_found
 from shared.domain.instance import Role
 from shared.domain.job import Phase
 from shared.errors import Unavailable
+from shared.runtime.http import METRICS_KEPT_S
 from shared.timeline import Span
 from tools.client import CHAT, COMPLETIONS, ApiClient, Ask
 
@@ -242,7 +243,8 @@ def _lead_s(record: JobRecord) -> float:
 FREE_S = 1.0
 # All clients leave when the first of them has a token. When all have one by then, a larger crowd is sent.
 CROWDS = (8, 16, 32)
-_SETTLED_S = 0.5  # the gateway has ended all jobs when it has ended none for this time
+# The gateway has ended all jobs when it has ended none for this time. A busy one repeats its metrics for a while.
+_SETTLED_S = METRICS_KEPT_S + 0.2
 
 
 async def disconnects(checked: CheckedSuite, section: Section) -> None:

@@ -245,7 +245,7 @@ async def test_a_suite_answers_chats_with_images(tmp_path: Path) -> None:
         instances = (await client.get(f"{running.plan.monitor_url}/instances")).json()
         assert all(each["info"]["media"] == ["image"] for each in instances)
         (decode,) = (each["info"]["http"] for each in instances if each["role"] == "decode")
-        page = (await client.get(f"{decode}/metrics")).text
+        page = (await client.get(f"{decode}/metrics")).text  # the first one: none older is repeated
         assert counts(page, "polyphase_kv_imports_total", "outcome") == {"pulled": len(names)}
 
         pid = running.suite.kill("d0", signal.SIGSTOP)  # else it may have answered when it is killed
