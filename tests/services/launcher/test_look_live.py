@@ -52,8 +52,9 @@ async def polyphase(suite: Suite, *words: str) -> tuple[int, str]:
 
 
 async def test_status_and_top(suite: Suite) -> None:
-    code, text = await polyphase(suite, "status")
-    assert code in (0, 3), text  # a slow machine may miss a target
+    async with asyncio.timeout(120):
+        while "The monitor does not answer" in (text := (await polyphase(suite, "status"))[1]):
+            continue
     assert re.match(r"[✔·!] (Good|Idle|Degraded): ", text)
     assert all(len(line) <= 80 for line in text.splitlines())
     for name in ("p-0", "p-1", "d-0", "d-1", "default", suite.state.api_url):
@@ -65,8 +66,11 @@ async def test_status_and_top(suite: Suite) -> None:
 
 
 async def test_status_as_json(suite: Suite) -> None:
-    _, text = await polyphase(suite, "status", "--json")
-    told = json.loads(text.splitlines()[-1])
+    told: dict[str, Any] = {"verdict": None}
+    async with asyncio.timeout(120):
+        while told["verdict"] is None:  # a busy monitor may not answer in time
+            _, text = await polyphase(suite, "status", "--json")
+            told = json.loads(text.splitlines()[-1])
     assert {"api_url", "dashboard_url", "processes", "instances", "slo", "verdict"} == set(told)
     assert told["verdict"]["counts"]["decode"]["ready"] == 2
 
