@@ -12,7 +12,8 @@ from typing import Any
 PEERS = {"peer_silence_s": 20.0}
 MONITOR = {"silence_s": 10.0, "rpc_timeout_s": 20.0, "verify_timeout_s": 20.0}
 SECTIONS: dict[str, Any] = {
-    **dict.fromkeys(("scheduler", "predictor", "planner", "instance_defaults"), PEERS),
+    **dict.fromkeys(("predictor", "planner", "instance_defaults"), PEERS),
+    "scheduler": PEERS | {"lost_after_s": 60.0},
     "launcher": {"hang_s": 30.0},
     "monitor": PEERS | MONITOR,
     "gateway": PEERS | {"patience_s": 60.0, "slo": {"default": {"ttft_s": 600.0, "tpot_s": 600.0}}},
