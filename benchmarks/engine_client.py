@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.model_families import VOCABULARY
-from services.launcher import ports
+from services.launcher.ports import free_alone
 from services.worker.kv import lossy_salt
 from services.worker.kv.rank_control import SocketControl
 from services.worker.kv.rank_events import KvEvents
@@ -34,6 +34,7 @@ from shared.domain.job import Generation
 from shared.domain.kv import Codec, KvHandle
 
 FINGERPRINT = "tiny"
+EVENT_S = 120.0  # within which an engine answers, or an event comes, on a busy machine
 # vLLM takes longer to import than an engine to start: one process does it, the engines are its forks.
 PROCESSES = multiprocessing.get_context("forkserver")
 SPAWNED = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
@@ -54,15 +55,14 @@ class Engine:
         connector: bool = True,
         scheme: str = "kv",
         device: str = "cpu",
-        answer_s: float = 60.0,
+        answer_s: float = 180.0,
         **options: Any,
     ) -> None:
         """answer_s: within which an answer has to be complete."""
         self.name = name
         self._answer_s = answer_s
         self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
-        # A range of the process's own: an engine may start to listen after its reservation has ended.
-        first = ports.free_range(20_000 + os.getpid() * 40 % 8_000, size=tp * pp)
+        first = free_alone(tp * pp)
         self.endpoints = [f"{scheme}://127.0.0.1:{first + rank}" for rank in range(tp * pp)]
         self.controls = [f"ipc://{self.folder}/control-{rank}" for rank in range(tp * pp)]
         self.generation = time.time_ns()
@@ -177,7 +177,7 @@ class Engine:
     async def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
         self._check_alive()
         await self._send(op=op, **arguments)
-        return await asyncio.wait_for(self._answers.get(), 30)
+        return await asyncio.wait_for(self._answers.get(), EVENT_S)
 
     async def export(
         self, prompt: list[int], start: int = 0, salt: str | None = None, *, room: bool = True
@@ -220,7 +220,7 @@ class Engine:
     async def wait_event(self, kind: type[KvEvent], transfer_id: str, rank: int = 0) -> Any:
         """The first event of that kind, rank and transfer, seen already or yet to come."""
         async with self._changed:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(EVENT_S):
                 while True:
                     for event in self.events:
                         found: Any = event
@@ -240,7 +240,7 @@ class Engine:
 
     async def _wait_for(self, wanted: Callable[[KvEvent], bool], at_least: int) -> list[Any]:
         """Events come on another socket than a request's tokens, and those of two engines in any order."""
-        async with self._changed, asyncio.timeout(30):
+        async with self._changed, asyncio.timeout(EVENT_S):
             while len(found := [event for event in self.events if wanted(event)]) < at_least:
                 await self._changed.wait()
         return found
@@ -332,7 +332,7 @@ async def resumed(source: Engine, target: Engine, prompt: list[int], known: list
 
 async def emptied(engine: Engine) -> None:
     """Its staging and inbox become empty."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(EVENT_S):
         while any(s.staged_bytes or s.inbox_bytes or s.pulling for s in await engine.control.call(Stats())):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -11,7 +11,7 @@ from shared.errors import DeadlineExceeded, NotFound
 from shared.timeline import RequestTimeline
 from shared.wire.api.scheduler import RequestRow
 
-_RECORDED_S = 10.0  # the longest time until a job that has ended is recorded
+_RECORDED_S = 30.0  # the longest time until a job that has ended is recorded
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.results import Figures
 from benchmarks.suite import DEMO_MODEL
-from services.launcher import ports
+from services.launcher.ports import free_alone
 from services.launcher.suite import until
 from services.launcher.supervisor import StartFailed
 from services.launcher.up import RunningSuite
@@ -78,7 +78,7 @@ async def serving(health: str, *command: str, **environment: str) -> AsyncIterat
 @asynccontextmanager
 async def plain_vllm(kv_bytes: int, *options: str, model: Path = DEMO_MODEL) -> AsyncIterator[int]:
     """The port of vLLM's own server with one engine of that model, which it serves as `demo`."""
-    port = ports.free_range(size=1)
+    port = free_alone()
     own = "--served-model-name demo --dtype float32 --max-model-len 2048 --enforce-eager "
     own += f"--kv-cache-memory-bytes {kv_bytes} --host 127.0.0.1 --port {port}"
     command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *own.split(), *options)

@@ -13,7 +13,7 @@ from benchmarks.chaos.inject.sitecustomize import LOOP_TIME, READ_ONLY, SWITCHES
 from services.launcher.suite import until
 from services.launcher.supervisor import State, Status, Supervisor
 
-BACK_S = 30.0  # the longest time that a scenario waits for a process or an instance to come back
+BACK_S = 90.0  # the longest time that a scenario waits for a process or an instance to come back, within its bound
 
 
 class Processes:

@@ -32,6 +32,7 @@ from shared.domain.instance import InstanceState, Role
 from shared.errors import PolyphaseError
 from shared.runtime.keys import digest_of
 from shared.wire.api.monitor import InstanceRow
+from shared.wire.clients.http import TIMEOUT_S
 from tools.client import Address, Request
 
 INJECT = Path(__file__).parent / "inject"
@@ -45,6 +46,8 @@ class SuiteUnderTest(Suite):
 
     `drain`, `resume` and `flip` go through the monitor and raise what it answers.
     """
+
+    answer_s = TIMEOUT_S  # scenarios freeze processes
 
     def __init__(
         self,

@@ -8,12 +8,12 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.chaos.load import Load, learn_load
 from benchmarks.demo.report import Section
 from benchmarks.jobs import JobRecord, find_row, records
-from benchmarks.suite import address_of
+from benchmarks.suite import address_of, until_found
 from services.launcher.suite import Suite
 from services.launcher.up import RunningSuite
 from shared.domain.kv import TransferOutcome
@@ -23,6 +23,8 @@ from tools.client import ApiClient, Ask, Prompts, Response
 
 ANSWER_TOKENS = 24
 LOAD_PROMPTS = (20, 90, 300)  # tokens
+FOUND_S = 30.0
+TRIES = 3  # to do something to a request before it has ended
 WHO = "polyphase demo"
 LOCAL, FULL, RANDOM = ({"split": PolicySpec(name)} for name in ("none", "full", "random"))
 
@@ -53,8 +55,12 @@ class CheckedSuite:
         return Reference(self, prompts, max_tokens, answers)
 
     async def decode_instance(self, ask: Ask) -> str:
-        """The instance that decodes a request. Raises NotFound."""
-        return (await find_row(self.suite, ask.request_id)).decode_instance
+        """The instance that decodes a request, once its gateway has reported it. Raises DeadlineExceeded, NotFound."""
+
+        async def find() -> str | None:
+            return (await find_row(self.suite, ask.request_id)).decode_instance or None
+
+        return await until_found(find, FOUND_S, f"the instance that decodes {ask.request_id}")
 
     async def lose_in_stream(
         self, section: Section, lose: Callable[[str], object], streams: int, tokens: int, after: int
@@ -117,11 +123,17 @@ async def lose_in_stream(
 ) -> str:
     """Lose the instance that decodes the first of these streams after so many tokens; returns its name.
 
-    No client may see the loss: the answers must equal the plain ones. `lose` runs in a thread.
+    No client may see the loss: the answers must equal the plain ones. `lose` runs in a thread. If the first stream
+    ends before its instance is known, all are sent once more, under ids that begin with the former ones.
     """
-    others = [asyncio.create_task(api.stream(ask)) for ask in asks[1:]]
-    stream = await api.begin(asks[0], after)
-    victim = await decode_instance(asks[0])
+    for number in range(TRIES):
+        sent = [replace(ask, request_id=f"{ask.request_id}-{number}") for ask in asks]
+        others = [asyncio.create_task(api.stream(ask)) for ask in sent[1:]]
+        stream = await api.begin(sent[0], after)
+        victim = await decode_instance(sent[0])
+        if not stream.done():
+            break
+        await asyncio.gather(stream, *others)
     section.check("the stream was under way", not stream.done(), "under way", "ended")
     await asyncio.to_thread(lose, victim)
     answers = await asyncio.gather(stream, *others)

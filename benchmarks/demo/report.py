@@ -24,12 +24,13 @@ Checked = TypeVar("Checked")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one comparison. `want` and `got` are for people."""
+    """The result of one comparison. `want` and `got` are for people. timed: it depends on the speed of the machine."""
 
     name: str
     met: bool
     want: str = ""
     got: str = ""
+    timed: bool = False
 
 
 @dataclass(slots=True)
@@ -52,8 +53,8 @@ class Section:
     def failures(self) -> list[Finding]:
         return [finding for finding in self.findings if not finding.met]
 
-    def check(self, name: str, met: bool, want: Any = "", got: Any = "") -> None:
-        self.findings.append(Finding(name, bool(met), str(want), str(got)))
+    def check(self, name: str, met: bool, want: Any = "", got: Any = "", *, timed: bool = False) -> None:
+        self.findings.append(Finding(name, bool(met), str(want), str(got), timed))
 
     def equal(self, name: str, want: Any, got: Any) -> None:
         self.check(name, want == got, want, got)
@@ -62,7 +63,8 @@ class Section:
         self.equal(name, f"{total}/{total}", f"{count}/{total}")
 
     def at_most(self, name: str, bound: float, got: float, unit: str = "s") -> None:
-        self.check(name, got <= bound, f"at most {bound:g} {unit}", f"{got:.3g} {unit}")
+        """Check a duration."""
+        self.check(name, got <= bound, f"at most {bound:g} {unit}", f"{got:.3g} {unit}", timed=True)
 
 
 Check = Callable[[Checked, Section], Awaitable[None]]

@@ -22,6 +22,7 @@ from shared.errors import Conflict, InvalidRequest
 MONITOR, PLANNER, SCHEDULERS, PREDICTORS, GATEWAYS, INSTANCES = 0, 5, 10, 42, 80, 96  # offsets from the first port
 STANDBYS = 74  # of all monitors but the first, three ports each
 _SPAN = 250
+_ALONE = range(32_000, 32_740)  # for what is no suite: above the ports of suites, below those of outgoing connections
 RESERVED_S = 60.0
 _POLL_S = 0.5
 _RESERVATIONS = Path(tempfile.gettempdir()) / f"polyphase-ports-{os.getuid()}"
@@ -92,6 +93,15 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
         if not reserved or last:
             raise Conflict(f"there are no {size} consecutive free ports between {start} and {stop}")
         time.sleep(_POLL_S)
+
+
+def free_alone(size: int = 1) -> int:
+    """The first of so many ports for a temporary process that belongs to no suite.
+
+    Each process that calls this begins in another part of a range that suites do not use, since on a busy machine a
+    server may begin to listen after its reservation has ended.
+    """
+    return free_range(_ALONE.start + os.getpid() * 16 % 640, _ALONE.stop, size)
 
 
 class _Reservation(NamedTuple):

@@ -16,17 +16,25 @@ from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, PolyphaseError
+from shared.wire.addresses import several
 from shared.wire.api.monitor import InstanceRow, PoliciesInForce
+from shared.wire.clients.http import TIMEOUT_S
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
 POLL_S = 0.05
 READY_S = 120.0
 FOLLOW_S = 30.0  # covers an engine step and the restart of a process
+ANSWER_S = 20.0  # of a monitor or scheduler on a busy machine; of several monitors the next one is called sooner
 
 
 class Suite:
-    """Reads the state file on each use, since pids change when the launcher restarts a process."""
+    """Reads the state file on each use, since pids change when the launcher restarts a process.
+
+    answer_s: time limit of calls to the only monitor and to schedulers.
+    """
+
+    answer_s = ANSWER_S
 
     def __init__(self, data_dir: Path, load: Callable[[], SuiteState] | None = None) -> None:
         self.data_dir = data_dir
@@ -39,11 +47,13 @@ class Suite:
 
     def monitor(self) -> MonitorClient:
         """A client of the monitor, which the caller closes."""
-        return MonitorClient(self.state.monitor_url, token=cluster_keys.kept_token(self.data_dir))
+        url = self.state.monitor_url
+        timeout_s = self.answer_s if len(several(url)) == 1 else TIMEOUT_S
+        return MonitorClient(url, token=cluster_keys.kept_token(self.data_dir), timeout_s=timeout_s)
 
     def schedulers(self) -> tuple[SchedulerAdmin, ...]:
         """A client of each scheduler, which the caller closes."""
-        return tuple(SchedulerAdmin(url) for url in self.state.scheduler_urls)
+        return tuple(SchedulerAdmin(url, timeout_s=self.answer_s) for url in self.state.scheduler_urls)
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to a process by its name in the plan; the launcher restarts it. Returns its pid."""

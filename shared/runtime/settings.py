@@ -15,6 +15,7 @@ from shared.runtime.keys import checked, read_pair, read_token
 
 # Of a process, as it is reported to others: a name that the monitor refused would cost the whole report.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
+PEER_SILENCE_S = 1.5
 
 
 class Tracing(BaseModel):
@@ -53,6 +54,8 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", hide_input_in_errors=True)
 
     log_level: str = "INFO"
+    # A connection between processes whose other end answers no heartbeat for so long is lost, and with it all calls.
+    peer_silence_s: float = Field(PEER_SILENCE_S, gt=0, le=600)
     # Keys of the cluster for CurveZMQ, both or none; needed for anything that leaves a host.
     curve_public: str = ""
     curve_secret: str = Field("", repr=False)

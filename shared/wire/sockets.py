@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.runtime.logs import get_log
-from shared.runtime.settings import ServiceSettings
+from shared.runtime.settings import PEER_SILENCE_S, ServiceSettings
 from shared.runtime.wire_version import OURS, WireVersions
 
 log = get_log(__name__)
@@ -25,9 +25,9 @@ MAX_FRAME_BYTES = 64 << 20  # libzmq cuts a connection that announces a larger f
 _DRAIN = 128  # messages handled before other callbacks of the loop get their turn
 _BATCH = 32  # messages that are worth a wake-up
 _MAX_SOCKETS = 16_384  # of a context; libzmq's 1,023 are 341 clients, each a socket and two ends of a monitor
-_HEARTBEAT_MS = 1_000, 1_500  # between two, and for an answer
+_HEARTBEAT_MS = 1_000  # between two
 _STATE = (zmq.PUB, zmq.SUB, zmq.XPUB)  # sockets of state, which is sent again and again
-_STATE_HEARTBEAT_MS = 3_000, 2_000
+_STATE_HEARTBEAT_MS, _STATE_PATIENCE_MS = 3_000, 2_000  # between two, and for an answer, at least
 _BACKLOG = 4_096  # connections that are not accepted yet: after a restart a whole cluster connects within a second
 _MAX_FILES = 65_536  # a client takes four descriptors; the usual limit of 1,024 is reached at 250
 
@@ -43,11 +43,15 @@ class Curve:
 class Sockets:
     """Creates all ZeroMQ sockets of a process, with common limits and keys. Owns the ZeroMQ context.
 
-    `wire`: the version that messages over these sockets state, and the versions that are accepted.
+    `wire`: the version that messages over these sockets state, and the versions that are accepted. `peer_silence_s`:
+    without an answer to a heartbeat for so long, a connection is lost.
     """
 
-    def __init__(self, curve: Curve | None = None, wire: WireVersions = OURS) -> None:
+    def __init__(
+        self, curve: Curve | None = None, wire: WireVersions = OURS, peer_silence_s: float = PEER_SILENCE_S
+    ) -> None:
         self.wire = wire
+        self._patience_ms = max(1, round(peer_silence_s * 1e3))
         # One I/O thread: a connection's events come before its messages only in the order of one thread.
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
@@ -58,7 +62,7 @@ class Sockets:
     def from_settings(cls, settings: ServiceSettings) -> Self:
         """With the keys of a process's settings. Raises InvalidRequest for a key file that cannot be used."""
         pair = settings.curve_pair()
-        return cls(Curve(*pair) if pair else None)
+        return cls(Curve(*pair) if pair else None, peer_silence_s=settings.peer_silence_s)
 
     def bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """A listening socket. Raises zmq.ZMQError when the address is taken."""
@@ -98,7 +102,9 @@ class Sockets:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         # libzmq answers heartbeats in its own thread, so that a busy interpreter does not look dead.
-        asks_ms, patience_ms = _STATE_HEARTBEAT_MS if kind in _STATE else _HEARTBEAT_MS
+        asks_ms, patience_ms = _HEARTBEAT_MS, self._patience_ms
+        if kind in _STATE:
+            asks_ms, patience_ms = _STATE_HEARTBEAT_MS, max(_STATE_PATIENCE_MS, patience_ms)
         socket.setsockopt(zmq.HEARTBEAT_IVL, asks_ms)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, patience_ms)
         # Give up connection attempts to hosts that are frozen, cut off, or do not speak ZMTP.

@@ -75,11 +75,12 @@ def test_engines_end_with_a_bench_that_is_killed(tmp_path: Path) -> None:
     receiver, sender = SPAWNED.Pipe(duplex=False)
     bench = SPAWNED.Process(target=_start_one, args=(str(tmp_path / "log"), sender))
     bench.start()
-    pid = receiver.recv() if receiver.poll(120) else 0
+    pid = receiver.recv() if receiver.poll(200) else 0
+    engine = psutil.Process(pid)  # while it lives
     bench.kill()
     bench.join()
-    psutil.wait_procs([psutil.Process(pid)], timeout=30)
-    assert not psutil.pid_exists(pid)
+    _, alive = psutil.wait_procs([engine], timeout=60)
+    assert not alive
 
 
 def _start_one(log: str, sender: Connection) -> None:

@@ -29,7 +29,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-START_S = 40.0
+START_S = 120.0
 STOP_S = 20.0
 SHOWN_MS = 60_000
 
@@ -82,7 +82,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline:
         assert process.poll() is None, f"streamlit ended with {process.returncode}"
         try:
-            if httpx.get(f"{url}/_stcore/health", timeout=1.0, trust_env=False).is_success:
+            if httpx.get(f"{url}/_stcore/health", timeout=10.0, trust_env=False).is_success:
                 return
         except httpx.TransportError:
             time.sleep(0.1)

@@ -24,6 +24,7 @@ from services.launcher.up import RunningSuite, running_suite
 from tests.deploy.observability import Prometheus, need, panel_queries, prometheus, rules
 from tests.deploy.test_observability import samples
 from tests.deploy.vllm_queries import vllm_queries
+from tests.patience import patient
 from tests.services.expositions import expositions
 from tests.services.test_metric_owners import complaints
 from tools.client import COMPLETIONS, ApiClient, Ask, Ending, Request, completion_body, send
@@ -72,19 +73,19 @@ class Scene:
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     need("prometheus")
     folder = tmp_path_factory.mktemp("suite")
-    (folder / "cluster.yaml").write_text(yaml.safe_dump(content()))
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(patient(content())))
     cluster = on_free_ports(load_cluster(folder / "cluster.yaml"))
     async with (
         running_suite(cluster, folder / "data", Console(stderr=True)) as running,
         prometheus(folder, running.plan.monitor_url) as prom,
     ):
         processes = len(running.plan.processes)
-        await until(lambda: _answering(prom, processes), 60, "every process to be scraped")
+        await until(lambda: _answering(prom, processes), 120, "every process to be scraped")
         sent = await load(running.plan.gateway_urls)
         await flip(running)
-        await until(lambda: _seen(prom, sent), 60, "all jobs to be scraped")
+        await until(lambda: _seen(prom, sent), 120, "all jobs to be scraped")
         done_s = time.time()
-        await until(lambda: _scraped(prom, done_s), 30, "everything to be scraped once more")
+        await until(lambda: _scraped(prom, done_s), 60, "everything to be scraped once more")
         yield Scene(running, prom, sent)
 
 
@@ -102,7 +103,10 @@ def content() -> dict[str, Any]:
         "name": "test",
         "model": "models/demo",
         "served_model_name": MODEL,
-        "gateway": {"processes": 2, "slo": {"default": {"ttft_s": 60, "tpot_s": 60}, "strict": {"ttft_s": 1e-6}}},
+        "gateway": {
+            "processes": 2,
+            "slo": {"default": {"ttft_s": 60, "tpot_s": 60}, "strict": {"ttft_s": 1e-6, "tpot_s": 60}},
+        },
         "policies": {"placement": "least_load", "split": "full", "dispatch": "power_of_two"},
         "dashboard": {"enabled": False},
         "instances": [{"id": name, "role": role, **instance} for name, role in roles.items()],
@@ -143,11 +147,11 @@ async def leave(api: ApiClient, url: str, sent: Sent, token: int) -> None:
     """A client that leaves while its prompt is computed: of its request only the cancellation counts."""
 
     async def computing() -> bool:
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
             return "polyphase_gateway_queued_jobs 1.0" in (await http.get(f"{url}/metrics")).text
 
     stream = asyncio.create_task(api.stream(Ask([token] * 2000, 4, f"leaving-{token}")))
-    await until(computing, 30, "the job to be under way")
+    await until(computing, 60, "the job to be under way")
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
     sent.outcomes["cancelled"] += 1
@@ -225,7 +229,7 @@ async def test_every_query_of_our_dashboard_answers(scene: Scene) -> None:
         query = partial(scene.prometheus.query, expr.replace("$__rate_interval", WINDOW))
         await query()
         if not any(silent in expr for silent in SILENT):
-            await until(query, 10, expr)  # a rate wants two scrapes
+            await until(query, 60, expr)  # a rate wants two scrapes
 
 
 async def test_every_query_of_vllms_dashboard_answers(scene: Scene) -> None:
@@ -256,7 +260,7 @@ async def test_all_exposed_series_are_valid_and_documented(scene: Scene, tmp_pat
     known = {name for text in (await expositions(tmp_path)).values() for name in samples(text)}
     known.add("polyphase_process_restarts_total")
     targets = (await scene.prometheus.get("targets"))["activeTargets"]
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         for target in targets:
             text = (await http.get(target["scrapeUrl"])).text
             assert complaints(text) == [], target["scrapeUrl"]
@@ -272,4 +276,4 @@ async def test_a_restart_of_a_process_is_counted(scene: Scene) -> None:
     async def counted() -> bool:
         return await scene.prometheus.number(restarts) == 1
 
-    await until(counted, 30, "the restart to be scraped")
+    await until(counted, 60, "the restart to be scraped")

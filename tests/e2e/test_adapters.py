@@ -21,7 +21,9 @@ from services.launcher.up import RunningSuite
 from shared.domain.adapters import is_version, version_key
 from shared.domain.instance import InstanceInfo, Role
 from shared.model.adapters import digest_of
+from shared.runtime.http import METRICS_KEPT_S
 from shared.wire.api.monitor import InstanceRow
+from tests.patience import patient
 from tests.tiny_models import make_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -30,7 +32,7 @@ TOKENS = 8
 PROMPTS = 12
 TOGETHER = 12  # requests under way at once
 LONG, LONG_TOKENS = 6, 160  # requests that lose their decode instance
-WAIT_S = 60.0
+WAIT_S = 120.0
 IMPORTS = ("polyphase_kv_imports_total", "outcome")  # metric and label
 MODELS = ("demo", "one", "two")  # "one" is in the cluster file, "two" is loaded
 SWAPPED = "org/three"  # loaded, replaced and unloaded, with the weights of "a" and "b"
@@ -178,7 +180,7 @@ async def test_no_request_is_answered_by_another_adapter(tmp_path: Path) -> None
         ],
     }
     async with (
-        started(cluster, tmp_path / "suite") as suite,
+        started(patient(cluster), tmp_path / "suite") as suite,
         httpx.AsyncClient(base_url=suite.plan.api_url, timeout=120) as client,
     ):
         serving = Serving(suite, client, plain)
@@ -233,6 +235,11 @@ async def adapters_under_load(serving: Serving) -> None:
             break
     await asyncio.gather(load, *under_way)
     assert not serving.wrong, serving.wrong
+
+    async def counted() -> bool:
+        return (await serving.imports()).total() >= serving.answered  # metrics may be a second old
+
+    await until(counted, WAIT_S, "as many imports as answers")
     assert await serving.imports() == {"pulled": serving.answered}
     two = version_key("two", digest_of("two", Path(folders["two"])))
 
@@ -285,4 +292,5 @@ async def kill_while_it_decodes(serving: Serving) -> tuple[InstanceInfo, int, fl
     victim = max(decodes, key=lambda info: decoding[info.instance_id])
     pid = serving.suite.kill(victim.instance_id)
     await asyncio.gather(*streams)
+    await asyncio.sleep(METRICS_KEPT_S)  # a busy gateway repeats its metrics
     return victim, pid, await serving.resumes() - before

@@ -24,6 +24,7 @@ from gateway.job import Job
 from shared.domain.job import Generation
 from shared.domain.prompt import whole_items
 from shared.wire.messages import TokenStep
+from tests.patience import patient
 
 pytest.importorskip("torchvision", reason="vLLM's code for these models needs torchvision")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -226,7 +227,7 @@ async def test_a_suite_answers_chats_with_images(tmp_path: Path) -> None:
         ],
     }
     async with (
-        started(cluster, tmp_path / "suite") as running,
+        started(patient(cluster), tmp_path / "suite") as running,
         httpx.AsyncClient(base_url=running.plan.api_url, timeout=180) as client,
     ):
         body = {"model": "demo", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -244,7 +245,7 @@ async def test_a_suite_answers_chats_with_images(tmp_path: Path) -> None:
         instances = (await client.get(f"{running.plan.monitor_url}/instances")).json()
         assert all(each["info"]["media"] == ["image"] for each in instances)
         (decode,) = (each["info"]["http"] for each in instances if each["role"] == "decode")
-        page = (await client.get(f"{decode}/metrics")).text
+        page = (await client.get(f"{decode}/metrics")).text  # the first one: none older is repeated
         assert counts(page, "polyphase_kv_imports_total", "outcome") == {"pulled": len(names)}
 
         pid = running.suite.kill("d0", signal.SIGSTOP)  # else it may have answered when it is killed

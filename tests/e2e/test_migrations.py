@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import migrations
 from benchmarks.migrations import KINDS, moved_streams
+from tests.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
-async def test_streams_that_migrate_are_those_that_stay(tmp_path: Path) -> None:
+async def test_streams_that_migrate_are_those_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "CLUSTER", patient(migrations.CLUSTER))
     found = await moved_streams(tmp_path / "suite", moves=3, tokens=400, kills=1)
     assert not found.wrong, found.wrong
     assert found.lost_tokens == 0

@@ -13,6 +13,7 @@ from benchmarks.engine_client import Engine
 from benchmarks.jobs import records
 from benchmarks.model_families import int8_copy
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, started
+from tests.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TOKENS = 12
@@ -50,7 +51,7 @@ async def test_exact_requests_meet_no_kv_of_a_quantised_instance(tmp_path: Path)
         ],
     }
     async with (
-        started(cluster, tmp_path / "suite") as suite,
+        started(patient(cluster), tmp_path / "suite") as suite,
         httpx.AsyncClient(base_url=suite.plan.api_url, timeout=120) as client,
     ):
 

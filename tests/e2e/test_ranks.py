@@ -20,6 +20,7 @@ from benchmarks.jobs import records
 from benchmarks.model_families import FAMILIES, VOCABULARY, make_model
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from shared.domain.instance import Role
+from tests.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = (40, 200, 333, 512, 90, 150, 260, 77)
@@ -67,7 +68,7 @@ async def test_ranks_are_one_instance_and_get_requests_one_by_one(tmp_path: Path
         ],
     }
     async with (
-        started(cluster, tmp_path / "suite") as running,
+        started(patient(cluster), tmp_path / "suite") as running,
         httpx.AsyncClient(base_url=running.plan.api_url, timeout=180) as client,
         running.suite.monitor() as monitor,
     ):

@@ -4,7 +4,6 @@ vLLM's own server, also where the decode instance is killed in the middle of one
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,9 +15,12 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.chaos.handles import Processes
+from benchmarks.jobs import find_row
 from benchmarks.measuring import plain_vllm
-from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, metric, started
+from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, metric, started, until_found
+from services.launcher.suite import READY_S, Suite
 from services.launcher.up import RunningSuite
+from tests.patience import patient
 from tests.tiny_models import make_reasoning
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -109,7 +111,7 @@ async def both(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Both]:
     }
     async with AsyncExitStack() as entered:
         port = await entered.enter_async_context(plain_vllm(128 << 20, *OPTIONS, model=model))
-        suite = await entered.enter_async_context(started(cluster, folder / "suite"))
+        suite = await entered.enter_async_context(started(patient(cluster), folder / "suite"))
         clients = [
             httpx.AsyncClient(base_url=url, timeout=120) for url in (f"http://127.0.0.1:{port}", suite.plan.api_url)
         ]
@@ -126,21 +128,23 @@ async def answer(client: httpx.AsyncClient, asked: dict[str, Any]) -> Any:
 
 
 async def streamed(
-    client: httpx.AsyncClient, asked: dict[str, Any], after: int = 0, then: Any = None
+    client: httpx.AsyncClient, asked: dict[str, Any], after: int = 0, then: Any = None, request_id: str = ""
 ) -> dict[str, Any]:
-    """The joined events of a stream. After so many of them it calls `then`."""
+    """The joined events of a stream. After so many tokens it calls `then`, once."""
     whole: dict[str, Any] = {}
-    events = 0
-    async with client.stream("POST", CHAT, json=asked | {"stream": True}) as response:
+    tokens = 0
+    headers = {"X-Request-Id": request_id} if request_id else {}
+    async with client.stream("POST", CHAT, json=asked | {"stream": True}, headers=headers) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
                 assert "error" not in event, event
                 join(whole, {str(choice["index"]): without_ids(choice) for choice in event["choices"]})
-                events += 1
-                if events == after:
+                tokens += sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+                if then is not None and tokens >= after:
                     await then()
+                    then = None
     return whole
 
 
@@ -194,24 +198,26 @@ async def test_an_answer_goes_on_after_its_decode_instance_is_killed(both: Both,
     processes = Processes(both.suite.supervisor)
     asked = body(LONG, thinking_token_budget=40, tokens=600)
     before, plain = await resumes(both.ours), await streamed(both.plain, asked)
-    for _ in range(TRIES):
+    for number in range(TRIES):
         killed: dict[str, int] = {}
-        ours = await streamed(both.ours, asked, after, partial(kill_decoding, both.suite, processes, killed))
+        request_id = f"loses-its-instance-{after}-{number}"
+        kill = partial(kill_decoding, both.suite.suite, processes, killed, request_id)
+        ours = await streamed(both.ours, asked, after, kill, request_id)
+        assert killed
         assert ours == plain
-        await processes.back(killed, timeout_s=60)
+        await processes.back(killed, timeout_s=READY_S)
         if await resumes(both.ours) > before:
             return
     pytest.fail("each answer had ended before its instance was killed")
 
 
-async def kill_decoding(suite: RunningSuite, processes: Processes, killed: dict[str, int]) -> None:
-    """SIGKILL to the instance that decodes, whose load shows that within a heartbeat; none if the answer has ended."""
-    until_mono = time.monotonic() + 5.0
-    async with httpx.AsyncClient(base_url=suite.plan.monitor_url) as monitor:
-        while not killed and time.monotonic() < until_mono:
-            for each in (await monitor.get("/instances")).json():
-                if each["role"] == "decode" and each["load"]["decoding"]:
-                    killed |= processes.kill(each["info"]["instance_id"])
+async def kill_decoding(suite: Suite, processes: Processes, killed: dict[str, int], request_id: str) -> None:
+    """SIGKILL to the instance that decodes the request, or did if the answer has ended meanwhile."""
+
+    async def decode_instance() -> str | None:
+        return (await find_row(suite, request_id)).decode_instance or None
+
+    killed |= processes.kill(await until_found(decode_instance, READY_S, f"the instance that decodes {request_id}"))
 
 
 async def resumes(client: httpx.AsyncClient) -> float:

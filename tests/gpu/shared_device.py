@@ -12,6 +12,7 @@ from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import resolve_model
 from services.launcher.up import running_suite
 from shared.domain.route import PolicySpec
+from tests.patience import patient
 from tools.client import ApiClient, Ask
 
 POLICIES = {"placement": PolicySpec("least_load"), "split": PolicySpec("full"), "dispatch": PolicySpec("power_of_two")}
@@ -34,17 +35,19 @@ def cluster_on(accelerator: str) -> Cluster:
     if accelerator != "cpu":
         defaults["devices"] = [0]
     return Cluster.model_validate(
-        {
-            "name": "shared-device",
-            "model": resolve_model("models/demo"),
-            "max_model_len": 1024,
-            "launcher": {"start_s": 900},
-            "dashboard": {"enabled": False},
-            "predictor": {"enabled": False},
-            "planner": {"enabled": False},
-            "instance_defaults": defaults,
-            "instances": [{"id": "prefill-0", "role": "prefill"}, {"id": "decode-0", "role": "decode"}],
-        }
+        patient(
+            {
+                "name": "shared-device",
+                "model": resolve_model("models/demo"),
+                "max_model_len": 1024,
+                "launcher": {"start_s": 900},
+                "dashboard": {"enabled": False},
+                "predictor": {"enabled": False},
+                "planner": {"enabled": False},
+                "instance_defaults": defaults,
+                "instances": [{"id": "prefill-0", "role": "prefill"}, {"id": "decode-0", "role": "decode"}],
+            }
+        )
     )
 
 

@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
+import yaml
 
 from services.launcher.ports import free_range
+from tests.patience import patient
 from tests.structure.measure import ROOT
 
 TRACE = Path(__file__).parent / "path_trace"
@@ -44,9 +46,9 @@ class _Suite:
         self._log, self._cluster = folder / "log", folder / "cluster.yaml"
         base = free_range()
         self._url = f"http://127.0.0.1:{base + 240}"
-        self._cluster.write_text(
-            LAPTOP.read_text().replace("gateway:\n", f"ports: {base}\ngateway:\n  port: {base + 240}\n")
-        )
+        content = patient(yaml.safe_load(LAPTOP.read_text()))  # traced processes are slow
+        content |= {"ports": base, "gateway": content["gateway"] | {"port": base + 240}}
+        self._cluster.write_text(yaml.safe_dump(content))
         self._out.mkdir()
         self._flag.write_bytes(b"\0")
         self._environment = os.environ | {
@@ -66,7 +68,7 @@ class _Suite:
             finally:
                 suite.send_signal(signal.SIGINT)
                 try:
-                    suite.wait(60.0)
+                    suite.wait(120.0)
                 except subprocess.TimeoutExpired:
                     suite.kill()
 
@@ -129,7 +131,7 @@ class _Suite:
             "stream": True,
             "ignore_eos": True,
         }
-        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=120.0) as answer:
+        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=300.0) as answer:
             answer.raise_for_status()
             for _ in answer.iter_lines():
                 pass
@@ -138,7 +140,7 @@ class _Suite:
         del number
         environment = self._environment | {"PATHTRACE_FROM": "flip_command"}
         for _ in range(2):
-            subprocess.run(self._command("flip", "prefill-1"), cwd=ROOT, env=environment, check=True, timeout=120.0)
+            subprocess.run(self._command("flip", "prefill-1"), cwd=ROOT, env=environment, check=True, timeout=300.0)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ def test_few_files_have_a_single_importer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.timeout(900)
 def test_a_chat_stream_and_a_flip_enter_few_files() -> None:
     paths = files_on_paths("chat", "flip")
     for kind, limit in (("chat", CHAT), ("flip", FLIP)):

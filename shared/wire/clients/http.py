@@ -24,15 +24,23 @@ class JsonClient:
 
     `token`: the cluster's secret, sent with calls that change something. `base_url`: one or several (see `several`), of
     processes of which one acts at a time: when one is a standby or does not answer, the next one is called. A call that
-    may have been carried out is not repeated.
+    may have been carried out is not repeated. `timeout_s`: of calls that name none.
     """
 
-    def __init__(self, base_url: str, *, token: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.base_url = base_url
         self._secret = bearer(token)
         self._urls = several(base_url) or ("",)
         self._turn = 0  # the URL that is called first: the one that answered last
-        self._http = httpx.AsyncClient(transport=transport, timeout=TIMEOUT_S)
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(transport=transport, timeout=timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,7 +62,7 @@ class JsonClient:
         body: Any = None,
         params: Mapping[str, Any] | None = None,
         headers: dict[str, str] | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Answer:
         """The answer, decoded from JSON. Raises the peer's error, Unavailable or DeadlineExceeded."""
         response = await self._answer(method, path, body, params, headers, timeout_s)
@@ -66,13 +74,13 @@ class JsonClient:
             raise Unavailable(f"{method} {response.request.url}: the answer is not JSON: {error}") from error
 
     async def get(
-        self, path: str, answer: type[Answer], *, timeout_s: float = TIMEOUT_S, **params: str | float | None
+        self, path: str, answer: type[Answer], *, timeout_s: float | None = None, **params: str | float | None
     ) -> Answer:
         """`call` of a GET; parameters that are None or empty are left out."""
         given = {name: value for name, value in params.items() if value not in (None, "")}
         return await self.call("GET", path, answer, params=given, timeout_s=timeout_s)
 
-    async def text(self, path: str, *, timeout_s: float = TIMEOUT_S) -> str:
+    async def text(self, path: str, *, timeout_s: float | None = None) -> str:
         """The text that a GET returns. Raises as `call` does."""
         return (await self._answer("GET", path, None, None, None, timeout_s)).text
 
@@ -83,8 +91,9 @@ class JsonClient:
         body: Any,
         params: Mapping[str, Any] | None,
         headers: dict[str, str] | None,
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> httpx.Response:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         secrets = {**self._secret, **OURS.http} if method not in READING else {}
         sent = {**(headers or {}), **secrets}
         encoded = {key.encode(): value.encode() for key, value in sent.items()}  # names of people need not be ASCII

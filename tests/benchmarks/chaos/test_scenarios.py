@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.chaos import run, testbeds
+from benchmarks.chaos import run, scenario, testbeds
 from benchmarks.chaos.load import HARM, UNCLEAN, Verdict
 from benchmarks.chaos.proxy import ZmtpSplitter
 from benchmarks.chaos.random_mode import FAULTS, draw
@@ -26,6 +26,7 @@ from services.launcher.supervisor import StartFailed
 from shared.errors import InvalidRequest, Unavailable
 from shared.runtime.wire_version import OURS
 from shared.wire.broadcast import opened, sealed
+from tests.patience import patient
 
 EVERY = (*SCENARIOS, *TROUBLES)
 BEDS = {scenario.bed.name: scenario.bed for scenario in EVERY}
@@ -147,7 +148,7 @@ def test_a_broadcast_under_another_epoch_is_sealed_as_well() -> None:
 async def answers_come_again(suite: SuiteUnderTest) -> None:
     """Old answers on the way to a gateway: without keys nothing but TCP keeps them out, and this is not TCP."""
     assert suite.load is not None
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(90.0):
         while not suite.load.tally.count(Verdict.DOUBLED):
             for wire in suite.wires.between("gateway", "", "rpc"):
                 wire.proxy.replay()
@@ -156,17 +157,19 @@ async def answers_come_again(suite: SuiteUnderTest) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_two_scenarios_and_a_control_on_a_small_suite(tmp_path: Path) -> None:
-    bed = replace(testbeds.KEYED, name="small", curve=False, host_key=False)
+async def test_two_scenarios_and_a_control_on_a_small_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenario, "WARM_S", 120.0)
+    limits, cluster = replace(testbeds.LIMITS, hang_s=60.0), patient(testbeds.KEYED.cluster)
+    bed = replace(testbeds.KEYED, name="small", curve=False, host_key=False, cluster=cluster, limits=limits)
     async with running_suite_under_test(bed, tmp_path, Console(stderr=True), seed=1) as suite:
         before, run = await calm(suite, seed=1), suite.run
-        for scenario in (*choose(["kill-decode"]), *choose(["corrupt-state"])):
-            got = await run_scenario(suite, replace(scenario, bed=bed), before, seed=1)
+        for each in (*choose(["kill-decode"]), *choose(["corrupt-state"])):
+            got = await run_scenario(suite, replace(each, bed=bed, bound_s=120.0), before, seed=1)
             assert got.tally.count(Verdict.WHOLE), got
             assert not got.tally.count(*HARM, *UNCLEAN), got
             assert (got.broke, got.died) == ("", []), got
-        control = Scenario("control", "old answers come again", answers_come_again, bed)
+        control = Scenario("control", "old answers come again", answers_come_again, bed, bound_s=120.0)
         got = await run_scenario(suite, control, before, seed=1)
         assert not got.broke, got
         assert got.tally.count(Verdict.DOUBLED), "a doubled answer went unnoticed"
-    await until(lambda: not of_run(run), 10.0, "every process of the run to end")
+    await until(lambda: not of_run(run), 60.0, "every process of the run to end")

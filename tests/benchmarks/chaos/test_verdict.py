@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,18 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from benchmarks.chaos import recovery, scenario
 from benchmarks.chaos.load import Answered
 from benchmarks.chaos.load import Verdict as Answer
-from benchmarks.chaos.run import ChaosOptions, choose, run_troubles_bench
+from benchmarks.chaos.run import ChaosOptions, choose, run_chaos_bench
 from benchmarks.chaos.scenarios import TROUBLES
-from benchmarks.chaos.testbeds import LATE, VERDICT_LATE
+from benchmarks.chaos.testbeds import LATE, VERDICT, VERDICT_LATE
 from benchmarks.chaos.verdict import Expected, compare, counts
 from services.cluster_monitor import verdict as policy
 from services.cluster_monitor.verdict import judge
 from shared.domain.instance import InstanceState, Role
 from shared.domain.verdict import ClassSeen, Level, Situation, Stage, Standing, Thresholds
+from tests.patience import patient
 
 ROLES = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 WINDOW_S, USERS = 20.0, 2
@@ -108,8 +111,20 @@ def test_troubles_have_known_problems_and_instances_of_their_testbeds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_three_troubles_are_named(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_three_troubles_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stands still for a few seconds, or is slow, is no trouble."""
+    for module in (scenario, recovery):
+        monkeypatch.setattr(module, "RECOVER_S", 60.0)
+    monkeypatch.setattr(scenario, "WARM_S", 120.0)
+    cluster = patient(VERDICT.cluster)
+    for section in ("monitor", "scheduler", "gateway", "instance_defaults"):
+        cluster[section]["peer_silence_s"] = 5.0
+    cluster["monitor"]["silence_s"] = 3.0
+    cluster["gateway"]["slo"]["default"] = {"ttft_s": 600.0, "tpot_s": 600.0}
+    bed = replace(VERDICT, cluster=cluster)
+    troubles = [replace(each, bed=bed) for each in TROUBLES if each.bed is VERDICT]
     options = ChaosOptions(("dead", "unresponsive", "frozen"), keep_logs=tmp_path)
-    result = run_troubles_bench(options, Console(stderr=True))
+    result = run_chaos_bench(options, Console(stderr=True), troubles)
     assert not {name: aim["got"] for name, aim in result["aims"].items() if not aim["met"]}
     assert result["figures"]["dead_figures"] > 40

@@ -16,8 +16,9 @@ from gateway.auth import ApiKey, create_key
 from services.launcher.cluster_file import load_cluster
 from services.launcher.suite import Suite, until
 from services.launcher.up import running_suite
+from tests.patience import patient
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BOUND, BURST = 6, 5
 SLOW = {"emulated_step_s": 0.02, "emulated_prefill_s_per_token": 0.5, "chunk_size": 16, "emulated_prefix_cache": False}
 QUEUED = "polyphase_gateway_queued_jobs "
@@ -52,7 +53,7 @@ class Client:
             found[:] = await self.waiting()
             return sum(found) == jobs
 
-        await until(so_many, 30, f"{jobs} jobs to wait")
+        await until(so_many, 60, f"{jobs} jobs to wait")
         return found
 
     async def waiting(self) -> list[int]:
@@ -71,7 +72,7 @@ async def test_what_two_processes_bound_together_and_one_of_them_leaves(tmp_path
 
         posts = {url: [asyncio.create_task(client.complete(url)) for _ in range(4)] for url in (first, second)}
         everyone = [post for some in posts.values() for post in some]
-        await until(lambda: sum(post.done() for post in everyone) == 8 - BOUND, 30, "two posts to be refused")
+        await until(lambda: sum(post.done() for post in everyone) == 8 - BOUND, 60, "two posts to be refused")
         refused = [post.result() for post in everyone if post.done()]
         assert {answer.status_code for answer in refused} == {429}
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
@@ -81,7 +82,7 @@ async def test_what_two_processes_bound_together_and_one_of_them_leaves(tmp_path
         client.suite.kill("gateway-0")
         broken = await asyncio.gather(*posts[first], return_exceptions=True)
         assert sum(isinstance(one, httpx.HTTPError) for one in broken) == before[0]
-        async with httpx.AsyncClient(trust_env=False) as fresh:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as fresh:
             assert (await fresh.get(f"{client.suite.state.api_url}/health")).status_code == 200
         await client.suite.restarted("gateway-0", killed)
         assert client.suite.state.pid("gateway-1") == other
@@ -89,7 +90,7 @@ async def test_what_two_processes_bound_together_and_one_of_them_leaves(tmp_path
         assert await client.models(first) == 429  # the key's rate is as it was
 
         again = [asyncio.create_task(client.complete(url)) for url in (first, second) * 4]
-        await until(lambda: sum(post.done() for post in again) == 8 - before[0], 30, "the others to be refused")
+        await until(lambda: sum(post.done() for post in again) == 8 - before[0], 60, "the others to be refused")
         await client.waiting_in_all(BOUND)
         for post in (*posts[second], *again):
             post.cancel()
@@ -117,7 +118,7 @@ async def running(folder: Path) -> AsyncIterator[Client]:
         "planner": {"enabled": False},
         "instances": [{"id": "p", "role": "prefill", **instance, **SLOW}, {"id": "d", "role": "decode", **instance}],
     }
-    (folder / "cluster.yaml").write_text(yaml.safe_dump(content))
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(patient(content)))
     cluster = on_free_ports(load_cluster(folder / "cluster.yaml"))
     limits = httpx.Limits(max_connections=None)
     async with (

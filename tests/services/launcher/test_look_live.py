@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from services.launcher.suite import Suite
-from tests.services.launcher.up import POLYPHASE, running
+from tests.services.launcher.up import EMULATED, POLYPHASE, running
 from tests.services.launcher.up import polyphase as command
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -30,6 +30,7 @@ async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
     frozen stays so.
     """
     changes: dict[str, Any] = {"name": "looked at", "launcher": {"hang_s": 0}, "policies": {"split": "full"}}
+    changes["instance_defaults"] = {**EMULATED, "emulated_step_s": 0.05}  # the long answer takes over a minute
     async with running(tmp_path_factory.mktemp("suite"), **changes) as (_, suite):
         await asyncio.gather(*(ask(suite, f"mine-{number}", 10 * number) for number in range(1, 5)))
         yield suite
@@ -37,7 +38,7 @@ async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
 
 async def ask(suite: Suite, request_id: str, tokens: int) -> dict[str, Any]:
     body = {"model": "m", "prompt": f"Hello {request_id}", "max_tokens": tokens, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
         answer = await http.post(
             f"{suite.state.api_url}/v1/completions", json=body, headers={"X-Request-Id": request_id}
         )
@@ -51,8 +52,9 @@ async def polyphase(suite: Suite, *words: str) -> tuple[int, str]:
 
 
 async def test_status_and_top(suite: Suite) -> None:
-    code, text = await polyphase(suite, "status")
-    assert code in (0, 3), text  # a slow machine may miss a target
+    async with asyncio.timeout(120):
+        while "The monitor does not answer" in (text := (await polyphase(suite, "status"))[1]):
+            continue
     assert re.match(r"[✔·!] (Good|Idle|Degraded): ", text)
     assert all(len(line) <= 80 for line in text.splitlines())
     for name in ("p-0", "p-1", "d-0", "d-1", "default", suite.state.api_url):
@@ -64,8 +66,11 @@ async def test_status_and_top(suite: Suite) -> None:
 
 
 async def test_status_as_json(suite: Suite) -> None:
-    _, text = await polyphase(suite, "status", "--json")
-    told = json.loads(text.splitlines()[-1])
+    told: dict[str, Any] = {"verdict": None}
+    async with asyncio.timeout(120):
+        while told["verdict"] is None:  # a busy monitor may not answer in time
+            _, text = await polyphase(suite, "status", "--json")
+            told = json.loads(text.splitlines()[-1])
     assert {"api_url", "dashboard_url", "processes", "instances", "slo", "verdict"} == set(told)
     assert told["verdict"]["counts"]["decode"]["ready"] == 2
 
@@ -102,7 +107,7 @@ async def test_requests_are_searched(suite: Suite) -> None:
         _, text = await polyphase(suite, "requests", "cmpl-mine-2", "--json")
         return [row["job_id"] for row in json.loads(text.splitlines()[-1])["rows"]]
 
-    async with asyncio.timeout(30):  # rows are written a second later
+    async with asyncio.timeout(60):  # rows are written a second later
         while not (ids := await found()):
             continue
     assert [job_id.startswith("cmpl-mine-2") for job_id in ids] == [True]

@@ -102,7 +102,7 @@ async def test_weights_of_a_gated_model_are_downloaded_with_progress(tmp_path: P
     async with running(tmp_path, environment=variables, output=output, **changes) as (_, suite):
         await releasing
         body = {"model": "m", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
             answer = await http.post(f"{suite.state.api_url}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
     records = [json.loads(line) for line in (data / "logs" / "p.log").read_text().splitlines() if line[:1] == "{"]
@@ -128,7 +128,7 @@ async def test_code_of_a_model_runs_only_with_the_setting(tmp_path: Path) -> Non
     assert not (tmp_path / "hub").exists()
     changes = {"model": str(folder), "trust_remote_code": True, "instance_defaults": CPU, "instances": TWO}
     async with running(tmp_path, environment=variables, **changes) as (_, suite):
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
             body = {"model": "m", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
             answer = await http.post(f"{suite.state.api_url}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 4, answer.text

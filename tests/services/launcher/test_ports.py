@@ -26,12 +26,18 @@ def test_an_address_of_another_machine_is_said_to_be_one() -> None:
         check_free([PortUse("gateway", "192.0.2.1", 8000)])
 
 
-def test_a_free_range_skips_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = free_range(size=20)
+@pytest.fixture
+def own_reservations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not those of the tests beside this one, which a shorter RESERVED_S would end."""
+    monkeypatch.setattr(ports, "_RESERVATIONS", tmp_path / "reserved")
+
+
+def test_a_free_range_skips_what_is_taken(monkeypatch: pytest.MonkeyPatch, own_reservations: None) -> None:
+    base = free_range(start=8_000, stop=8_900, size=20)  # which no suite uses
     monkeypatch.setattr(ports, "RESERVED_S", 0.0)  # so that nothing but the port keeps it
     assert free_range(start=base, stop=base + 20, size=20) == base
     with socket.create_server(("127.0.0.1", base + 7)):
-        assert free_range(start=base, stop=base + 2_000, size=20) >= base + 20
+        assert free_range(start=base, stop=base + 1_000, size=20) >= base + 20
 
 
 def test_those_who_ask_at_the_same_time_get_different_ranges() -> None:
@@ -44,25 +50,25 @@ def test_those_who_ask_at_the_same_time_get_different_ranges() -> None:
     assert not any(base - 10 < own < base + 250 for base in bases)
 
 
-def test_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ports, "_RESERVATIONS", tmp_path / "reserved")
+def test_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, own_reservations: None, tmp_path: Path) -> None:
     (tmp_path / "reserved").write_text("[20000, 5")  # by one that was killed
-    first = free_range(size=30)
-    assert free_range(size=30) != first
+    first = free_range(start=8_000, stop=8_900, size=30)
+    assert free_range(start=8_000, stop=8_900, size=30) != first
     monkeypatch.setattr(ports, "RESERVED_S", 0.0)
-    assert free_range(size=30) == first
+    assert free_range(start=8_000, stop=8_900, size=30) == first
 
 
-def test_a_range_is_waited_for_until_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ports, "_RESERVATIONS", tmp_path / "reserved")
+def test_a_range_is_waited_for_until_a_reservation_ends(
+    monkeypatch: pytest.MonkeyPatch, own_reservations: None
+) -> None:
     monkeypatch.setattr(ports, "_POLL_S", 0.01)
     base = free_range(start=9_000, stop=9_900, size=20)  # which no suite uses
     monkeypatch.setattr(ports, "RESERVED_S", 0.2)
     assert free_range(start=base, stop=base + 20, size=20) == base
 
 
-def test_no_free_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = free_range(size=20)
+def test_no_free_range(monkeypatch: pytest.MonkeyPatch, own_reservations: None) -> None:
+    base = free_range(start=8_000, stop=8_900, size=20)
     monkeypatch.setattr(ports, "RESERVED_S", 0.0)
     with socket.create_server(("127.0.0.1", base)), pytest.raises(Conflict):
         free_range(start=base, stop=base + 20, size=20)

@@ -106,7 +106,7 @@ class Live:
     async def ask(self, path: str, body: Any, key: str, method: str = "POST", **headers: str) -> httpx.Response:
         """A call of the API; its answer is kept for the search."""
         authorization = {"Authorization": f"Bearer {key}"} if key else {}
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
             sent: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
             url = f"{self.suite.state.api_url}{path}"
             answer = await http.request(method, url, headers={**authorization, **headers}, **sent)
@@ -198,7 +198,7 @@ async def operate(suite: Live) -> None:
     assert await suite.at("flip", "p-1", POLYPHASE_CLUSTER_TOKEN=wrong) == 1
     assert await suite.at("policies", "dispatch=random") == 0
     assert await suite.at("policies", "dispatch=rndom") == 1
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
         for url, path, body in _changes(suite.suite):
             for token in (TOKEN, wrong, ""):
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -286,7 +286,7 @@ async def look(suite: Live) -> None:
 async def read_routes(suite: Live) -> int:
     """Every GET of every process, with ids that it knows; how many answered."""
     state = suite.suite.state
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=180, trust_env=False) as http:
         jobs = (await http.get(f"{state.scheduler_urls[0]}/requests")).json()
         flips = (await http.get(f"{state.monitor_url}/flips")).json()
         ids = {"instance_id": "d", "job_id": jobs[0]["job_id"], "operation_id": flips[0]["operation_id"]}

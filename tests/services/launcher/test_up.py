@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest
 
 async def ask(suite: Suite) -> httpx.Response:
     body: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 5}
-    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
         return await http.post(f"{suite.state.api_url}/v1/completions", json=body)
 
 
@@ -33,7 +33,7 @@ def pids(suite: Suite) -> list[int]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
     """One for the tests that leave it serving, and for the last one, which ends it."""
-    async with running(tmp_path_factory.mktemp("up")) as found:
+    async with running(tmp_path_factory.mktemp("up"), launcher={"hang_s": 6.0}) as found:
         yield found
 
 
@@ -41,8 +41,10 @@ async def test_serves_and_is_operated(up: Up, tmp_path: Path) -> None:
     _, suite = up
     assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
     where = ["--data-dir", str(suite.data_dir)]
-    code, text = await polyphase("status", *where)
-    assert code == 0
+    code = 1
+    async with asyncio.timeout(120):  # a busy monitor may not answer in time
+        while code:
+            code, text = await polyphase("status", *where)
     assert "p-1" in text
     code, text = await polyphase("flip", "p-1", *where, "--json")
     assert code == 0, text
@@ -56,7 +58,8 @@ async def test_serves_and_is_operated(up: Up, tmp_path: Path) -> None:
     assert code == 1
     assert "only dead instances can be forgotten" in text
     for what, state in (("drain", "draining"), ("resume", "ready")):
-        assert (await polyphase(what, "d-0", *where))[0] == 0
+        code, text = await polyphase(what, "d-0", *where)
+        assert code == 0, text
         assert (await suite.instances())["d-0"].state == state
     file = ["--cluster", str(suite.data_dir.parent / "cluster.yaml")]
     code, text = await polyphase("up", *file, *where)
@@ -111,7 +114,7 @@ async def test_a_frozen_process_is_noticed_and_told_to_end_the_launcher_ends_all
     started = pids(suite)
     suite.kill("gateway", signal.SIGSTOP)
     launcher.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(launcher.wait(), STOP_S + KILL_S + 30) == 0
+    assert await asyncio.wait_for(launcher.wait(), STOP_S + KILL_S + 60) == 0
     assert not any(_alive(pid) for pid in started)
     assert not (suite.data_dir / "state.json").exists()
 
@@ -125,7 +128,7 @@ async def test_a_killed_instance_comes_back_and_none_outlives_the_launcher(tmp_p
         started = pids(suite)
         launcher.kill()
         await launcher.wait()
-        await until(lambda: not any(_alive(pid) for pid in started), 10, "every process to end")
+        await until(lambda: not any(_alive(pid) for pid in started), 60, "every process to end")
 
 
 def _alive(pid: int) -> bool:

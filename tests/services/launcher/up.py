@@ -13,8 +13,10 @@ import yaml
 from services.launcher.ports import free_range
 from services.launcher.suite import POLL_S, Suite
 from tests.commands import Commands
+from tests.patience import patient
 
 START_S = 300.0
+EMULATED = {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30}
 COMMANDS = Commands()
 POLYPHASE = [sys.executable, "-m", "services.launcher.cli"]
 Up = tuple[asyncio.subprocess.Process, Suite]
@@ -32,12 +34,12 @@ def cluster(folder: Path, **changes: Any) -> Path:
         "dashboard": {"enabled": False},
         "predictor": {"enabled": False},
         "planner": {"enabled": False},
-        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
+        "instance_defaults": EMULATED,
         "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
         **changes,
     }
     file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump(patient(content)))
     return file
 
 

@@ -21,7 +21,7 @@ from vllm import SamplingParams
 from benchmarks.engine_client import PROCESSES
 from benchmarks.engine_process import own_process
 from benchmarks.model_families import FAMILIES, VOCABULARY, make_model
-from services.launcher.ports import free_range
+from services.launcher.ports import free_alone
 from services.launcher.suite import until
 from services.worker.engines.vllm_ranks import CoupledRanks
 from services.worker.settings import DATA_PARALLEL_PORTS
@@ -159,7 +159,7 @@ class Ranks:
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
-        self.port = free_range(20_000 + os.getpid() * 40 % 8_000, size=DATA_PARALLEL_PORTS + 2 * WORKER_PORTS)
+        self.port = free_alone(DATA_PARALLEL_PORTS + 2 * WORKER_PORTS)
 
     def start(self, count: int = 2, **settings: Any) -> list[Worker]:
         shared = {
@@ -186,7 +186,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers(ranks: Ranks) -> AsyncIterator[tuple[Worker, Worker, Worker]]:
     """A plain one, and the two ranks."""
-    port = free_range(20_000 + os.getpid() * 40 % 8_000, size=WORKER_PORTS)
+    port = free_alone(WORKER_PORTS)
     plain = Worker("plain", ranks.model, ranks.folder, port)
     async with AsyncExitStack() as stack:
         for worker in (made := [plain, *ranks.start()]):
