@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import product, repeat
 from math import log
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
+from benchmarks.goodput import goodput as rate_at_target
 from benchmarks.papers.testbed import ACCELERATORS, azure, sharegpt
 from benchmarks.papers.thunderserve import CONTEXT_TOKENS, DEPLOYMENTS, LOST, MODEL, TRACES
-from benchmarks.results import Aim, Result, aim, result
+from benchmarks.results import Aim, Result, aim, merged, progress, result
 from shared.cost.kinds import EngineModels
 from shared.cost.library import Library
 from shared.cost.network import Link, Network
@@ -25,7 +26,9 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import Incompatible
-from shared.plan.find import cheapest
+from shared.plan.estimate import Estimator
+from shared.plan.evaluate import settled_attainment
+from shared.plan.find import cheapest, fitting
 from shared.plan.group import Group, Part
 from shared.plan.inventory import Inventory, Pool, read_inventory
 from shared.plan.methods.papers import machine_throughputs, recommended
@@ -34,10 +37,11 @@ from shared.plan.methods.simple import COUPLED, SPLIT, deployments
 from shared.plan.plan import Plan, deployed, routes_of
 from shared.plan.problem import Problem
 from shared.plan.running import after_loss, reschedule
-from shared.plan.search import Outcome, ScoredPlan, Search, run_method
+from shared.plan.search import AS_SERVED, Outcome, ScoredPlan, Search, run_method
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, RunSpec, with_words
-from shared.sim.workload import Workload, synthetic
+from shared.sim.traces import read_trace
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations, poisson, synthetic
 
 INSIDE = Link(16e9, 1e-4, 0.8)
 PLAIN = RunSpec(migration=False)  # and without a step budget, as the papers' engines
@@ -550,3 +554,76 @@ def case_scale() -> Result:
     figures["scale_growth_exponent"] = log(figures["scale_512_took_s"] / figures["scale_64_took_s"]) / log(512 / 64)
     ahead = aim(">= 1", f"{min(over):.2f} x", min(over) >= 1.0)
     return result(figures, {"ahead of the best plain deployment": ahead}, notes)
+
+
+# Workloads with prefixes: the plan with prefix caches and host tiers beside the plan without.
+
+PREFIXED = {"conversation": Path("traces/mooncake/conversation_trace.jsonl"), CHATS: None}  # synthetic chats
+PREFIXED_SLO = Slo(ttft_s=2.0, tpot_s=0.05)
+PREFIXED_MODEL, PREFIXED_CONTEXT = "Llama-3-8B", 32_768
+PREFIXED_NODES = {"a": ("A100-SXM-80", 2), "b": ("A40", 2)}
+PREFIXED_REQUESTS, PREFIXED_GBPS = 3_000, 100.0
+HOST_KV_BYTES = 128_000_000_000  # of each accelerator
+LADDER = 1.06  # factor from a rate to the next
+LASTING = 2_000  # requests of the runs that show what a plan serves, of which the second half counts
+CHAT_SEED, CHECK_SEED = 1, 7  # of the chats that are planned for, and of those that come
+
+
+def case_prefixes(data: Path, processes: int = 2) -> Result:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        known = [name for name, file in PREFIXED.items() if file is None or (data / file).is_file()]
+        missing = [f"no {data / file}" for name, file in PREFIXED.items() if file is not None and name not in known]
+        found = pool.map(with_and_without_caches, known, repeat(data))
+        return merged(*found, result({}, notes=missing))
+
+
+def with_and_without_caches(name: str, data: Path) -> Result:
+    """What each plan promises, and what it serves in long runs of engines that have prefix caches."""
+    file = PREFIXED[name]
+    trace = read_trace(data / file) if file is not None else None
+    work = conversations(PREFIXED_REQUESTS, CHAT_SEED) if trace is None else trace.head(PREFIXED_REQUESTS)
+    stock = cluster(PREFIXED_NODES, ethernet(PREFIXED_GBPS))
+    tiered = replace(stock, pools=tuple(replace(pool, host_kv_bytes=HOST_KV_BYTES) for pool in stock.pools))
+    planned_for = fitting(work, PREFIXED_CONTEXT)
+    plain = problem_of(stock, PREFIXED_MODEL, planned_for.without_prefixes(), PREFIXED_SLO)
+    plain = replace(plain, longest_tokens=PREFIXED_CONTEXT)
+    cached = replace(plain, workload=planned_for)
+    figures: dict[str, Any] = {}
+    for arm, problem, real in (
+        ("without_caches", plain, cached),
+        ("caches", cached, cached),
+        ("host_tier", cached.on(tiered), cached.on(tiered)),
+    ):
+        began = process_time()
+        outcome = run_method("best", method("best"), Search(problem, perf_counter, AS_SERVED))
+        took_s, plan = process_time() - began, outcome.plan
+        promised, served = outcome.promise.goodput, lasting_goodput(real, plan, trace, outcome.promise.goodput)
+        uses = {role: sum(g.accelerators for g in plan.groups if g.role is role) for role in Role}
+        figures |= {
+            f"prefixes_{name}_{arm}_promised_per_s": round(promised, 2),
+            f"prefixes_{name}_{arm}_served_per_s": round(served, 2),
+            f"prefixes_{name}_{arm}_error": round(promised / max(1e-9, served) - 1.0, 3),
+            f"prefixes_{name}_{arm}_prefill_accelerators": uses[Role.PREFILL],
+            f"prefixes_{name}_{arm}_cpu_s": round(took_s, 1),
+            f"prefixes_{name}_{arm}_runs": outcome.runs,
+            f"prefixes_{name}_{arm}_groups": groups_text(problem, plan.groups),
+        }
+        progress(f"{name}, {arm}: {promised:.2f} promised, {served:.2f} served, {took_s:.0f} s")
+    return result(figures)
+
+
+def lasting_goodput(problem: Problem, plan: Plan, trace: Workload | None, near: float) -> float:
+    """The goodput of a plan in long runs: of the whole trace's requests, or of other chats at each rate."""
+    estimator = Estimator(problem)
+    instances, network = deployed(problem, plan, estimator.costs, estimator.places)
+    run = replace(with_words(AS_SERVED, plan.policies), slo=problem.slo, network=network)
+
+    def meets(rate: float) -> bool:
+        if trace is None:
+            work = conversations(LASTING, CHECK_SEED, rate / TURNS_A_CHAT)
+        else:
+            work = poisson(fitting(trace, PREFIXED_CONTEXT).head(LASTING), rate, CHECK_SEED)
+        outcomes = simulate(work, instances, run).outcomes
+        return settled_attainment(outcomes, problem) >= problem.target
+
+    return rate_at_target(meets, near, LADDER)

@@ -8,10 +8,11 @@ import pytest
 
 from shared.domain.instance import Role
 from shared.domain.job import Slo
-from shared.plan.evaluate import TOO_MUCH, Curve, Scout, Trial, TrialProcess, helped, race, repeated
+from shared.plan.evaluate import TOO_MUCH, Curve, Scout, Trial, TrialProcess, helped, race
 from shared.plan.group import Group, Part
 from shared.plan.methods.best import best
 from shared.plan.plan import Plan
+from shared.plan.problem import repeated
 from shared.plan.search import AS_SERVED, Search, run_method
 from shared.sim.spec import RunSpec
 from tests.shared.plan.problems import inventory, problem, search
@@ -87,14 +88,15 @@ def test_a_workload_is_repeated_to_the_length_of_a_run() -> None:
     assert len(workload) == 1500
     assert (workload.prompt_tokens[:600] == workload.prompt_tokens[600:1200]).all()
     evaluator = search(PROBLEM).evaluator
-    assert len(evaluator.workload(Trial(COUPLED, 4.0, short=True))) < len(evaluator.workload(Trial(COUPLED, 4.0)))
+    short, long = (evaluator.requests(Trial(COUPLED, 4.0, short=short)).workload for short in (True, False))
+    assert len(short) < len(long)
 
 
 def test_runs_of_a_fast_cluster_fill_it() -> None:
     """However many requests that takes: as long as a queue at a rate too high needs to outgrow the targets."""
     fast = problem(inventory(("a", "H100-SXM", 4)), prompt=300, output=60)
     plan = Plan((Group(Role.DECODE, 1, (Part(0, 32),)),) * 4)
-    workload = search(fast).evaluator.workload(Trial(plan, 400.0))
+    workload = search(fast).evaluator.requests(Trial(plan, 400.0)).workload
     assert len(workload) > 2000
     assert workload.arrival_s[-1] > 0.9 * fast.slo.ttft_s / TOO_MUCH
 
