@@ -559,6 +559,7 @@ def case_scale() -> Result:
 # Workloads with prefixes: the plan with prefix caches and host tiers beside the plan without.
 
 PREFIXED = {"conversation": Path("traces/mooncake/conversation_trace.jsonl"), CHATS: None}  # synthetic chats
+ARMS = ("without_caches", "caches", "host_tier")
 PREFIXED_SLO = Slo(ttft_s=2.0, tpot_s=0.05)
 PREFIXED_MODEL, PREFIXED_CONTEXT = "Llama-3-8B", 32_768
 PREFIXED_NODES = {"a": ("A100-SXM-80", 2), "b": ("A40", 2)}
@@ -570,46 +571,41 @@ CHAT_SEED, CHECK_SEED = 1, 7  # of the chats that are planned for, and of those 
 
 
 def case_prefixes(data: Path, processes: int = 2) -> Result:
+    known = [name for name, file in PREFIXED.items() if file is None or (data / file).is_file()]
+    missing = [f"no {data / file}" for name, file in PREFIXED.items() if file is not None and name not in known]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        known = [name for name, file in PREFIXED.items() if file is None or (data / file).is_file()]
-        missing = [f"no {data / file}" for name, file in PREFIXED.items() if file is not None and name not in known]
-        found = pool.map(with_and_without_caches, known, repeat(data))
+        found = pool.map(planned_and_served, *zip(*product(known, ARMS), strict=True), repeat(data))
         return merged(*found, result({}, notes=missing))
 
 
-def with_and_without_caches(name: str, data: Path) -> Result:
-    """What each plan promises, and what it serves in long runs of engines that have prefix caches."""
+def planned_and_served(name: str, arm: str, data: Path) -> Result:
+    """What a plan promises, and what it serves in long runs of engines that have prefix caches."""
     file = PREFIXED[name]
     trace = read_trace(data / file) if file is not None else None
     work = conversations(PREFIXED_REQUESTS, CHAT_SEED) if trace is None else trace.head(PREFIXED_REQUESTS)
     stock = cluster(PREFIXED_NODES, ethernet(PREFIXED_GBPS))
-    tiered = replace(stock, pools=tuple(replace(pool, host_kv_bytes=HOST_KV_BYTES) for pool in stock.pools))
-    planned_for = fitting(work, PREFIXED_CONTEXT)
-    plain = problem_of(stock, PREFIXED_MODEL, planned_for.without_prefixes(), PREFIXED_SLO)
-    plain = replace(plain, longest_tokens=PREFIXED_CONTEXT)
-    cached = replace(plain, workload=planned_for)
-    figures: dict[str, Any] = {}
-    for arm, problem, real in (
-        ("without_caches", plain, cached),
-        ("caches", cached, cached),
-        ("host_tier", cached.on(tiered), cached.on(tiered)),
-    ):
-        began = process_time()
-        outcome = run_method("best", method("best"), Search(problem, perf_counter, AS_SERVED))
-        took_s, plan = process_time() - began, outcome.plan
-        promised, served = outcome.promise.goodput, lasting_goodput(real, plan, trace, outcome.promise.goodput)
-        uses = {role: sum(g.accelerators for g in plan.groups if g.role is role) for role in Role}
-        figures |= {
-            f"prefixes_{name}_{arm}_promised_per_s": round(promised, 2),
-            f"prefixes_{name}_{arm}_served_per_s": round(served, 2),
-            f"prefixes_{name}_{arm}_error": round(promised / max(1e-9, served) - 1.0, 3),
-            f"prefixes_{name}_{arm}_prefill_accelerators": uses[Role.PREFILL],
-            f"prefixes_{name}_{arm}_cpu_s": round(took_s, 1),
-            f"prefixes_{name}_{arm}_runs": outcome.runs,
-            f"prefixes_{name}_{arm}_groups": groups_text(problem, plan.groups),
-        }
-        progress(f"{name}, {arm}: {promised:.2f} promised, {served:.2f} served, {took_s:.0f} s")
-    return result(figures)
+    if arm == "host_tier":
+        stock = replace(stock, pools=tuple(replace(pool, host_kv_bytes=HOST_KV_BYTES) for pool in stock.pools))
+    problem = problem_of(stock, PREFIXED_MODEL, fitting(work, PREFIXED_CONTEXT), PREFIXED_SLO)
+    cached = replace(problem, longest_tokens=PREFIXED_CONTEXT)
+    problem = replace(cached, prefix_cache=arm != "without_caches")
+    began = process_time()
+    outcome = run_method("best", method("best"), Search(problem, perf_counter, AS_SERVED))
+    took_s, plan, promised = process_time() - began, outcome.plan, outcome.promise.goodput
+    progress(f"{name}, {arm}: {promised:.2f} promised, {took_s:.0f} s: {groups_text(problem, plan.groups)}")
+    served = lasting_goodput(cached, plan, trace, promised)
+    prefill = sum(group.accelerators for group in plan.groups if group.role is Role.PREFILL)
+    found = {
+        "promised_per_s": round(promised, 2),
+        "served_per_s": round(served, 2),
+        "error": round(promised / max(1e-9, served) - 1.0, 3),
+        "prefill_accelerators": prefill,
+        "cpu_s": round(took_s, 1),
+        "runs": outcome.runs,
+        "groups": groups_text(problem, plan.groups),
+    }
+    progress(f"{name}, {arm}: {found}")
+    return result({f"prefixes_{name}_{arm}_{what}": value for what, value in found.items()})
 
 
 def lasting_goodput(problem: Problem, plan: Plan, trace: Workload | None, near: float) -> float:

@@ -36,6 +36,10 @@ class _Edge(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class RequestIn(_Edge):
     """A request of a workload; arrivals do not decrease.
 
@@ -45,7 +49,7 @@ class RequestIn(_Edge):
     arrival_s: Amount
     prompt_tokens: Tokens
     output_tokens: Tokens
-    hash_ids: Annotated[tuple[HashId, ...], Field(max_length=MAX_BLOCKS)] | None = None
+    hash_ids: Annotated[tuple[HashId, ...], Field(max_length=MAX_BLOCKS)] | None = Field(None, exclude_if=_is_none)
 
 
 class SloIn(_Edge):

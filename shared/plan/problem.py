@@ -22,6 +22,8 @@ SAMPLE = 48  # requests that represent a workload in estimates
 CACHE_SHARE = 0.5  # of the KV memory that prefix caches fill in estimates: a prompt's KV is often at two instances
 _OBSERVED = 3000  # requests from which estimates take what prefix caches hold, at most
 _FEW = 4 * SAMPLE
+_MAX_CROWDS = 64  # beyond them pauses become shorter
+_LOOK_BACK = 40_000  # requests before a run that may have left something in the caches
 _AHEAD, _MORE_AHEAD = 3, 64  # a crowd may have so many times its share of the requests of a run, and so many more
 _GOLDEN = (sqrt(5.0) - 1.0) / 2.0  # multiples of it are spread evenly
 
@@ -160,7 +162,7 @@ def crowd(workload: Workload, count: int, rate: float, cache_tokens: int) -> Req
     it is too short, have texts of their own, with their own blocks and sessions: no request finds itself in a cache.
     """
     size = len(workload)
-    crowds = max(1, round(rate / workload.rate)) if rate > 0 else 1
+    crowds = min(_MAX_CROWDS, max(1, round(rate / workload.rate))) if rate > 0 else 1
     each = min(count, ceil(_AHEAD * count / crowds) + _MORE_AHEAD) if crowds > 1 else count
     latest = max(0, size - each)
     first = min(size // 2, latest)
@@ -168,12 +170,12 @@ def crowd(workload: Workload, count: int, rate: float, cache_tokens: int) -> Req
     times_s, rows, numbers, past = [], [], [], []
     for crowd in range(crowds):
         begin = first + int((crowd * _GOLDEN) % 1.0 * (latest - first))
-        at = np.arange(begin + each)
+        at = np.arange(max(0, begin - _LOOK_BACK // crowds), begin + each)
         repetition, row = np.divmod(at, size)
         seconds = repetition * span_s + workload.arrival_s[row] if span_s > 0 else at.astype(np.float64)
-        times_s.append(seconds - seconds[begin])
+        times_s.append(seconds - seconds[begin - at[0]])
         rows.append(row)
-        numbers.append(crowd * (1 + (size // 2 + count) // size) + repetition)
+        numbers.append(crowd * (1 + count // size) + repetition)
         past.append(at < begin)
     time_s, row, number, over = map(np.concatenate, (times_s, rows, numbers, past))
     order = np.argsort(time_s, kind="stable")

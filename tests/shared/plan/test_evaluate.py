@@ -15,6 +15,7 @@ from shared.plan.plan import Plan
 from shared.plan.problem import repeated
 from shared.plan.search import AS_SERVED, Search, run_method
 from shared.sim.spec import RunSpec
+from shared.sim.workload import conversations
 from tests.shared.plan.problems import inventory, problem, search
 
 RNG = Random(4)
@@ -90,6 +91,19 @@ def test_a_workload_is_repeated_to_the_length_of_a_run() -> None:
     evaluator = search(PROBLEM).evaluator
     short, long = (evaluator.requests(Trial(COUPLED, 4.0, short=short)).workload for short in (True, False))
     assert len(short) < len(long)
+
+
+def test_chats_are_judged_with_the_caches_that_engines_have() -> None:
+    """What a cache holds is not computed: the same plan serves more, in trials and by the estimate."""
+    chats = conversations(600, seed=3)
+    with_caches = replace(PROBLEM, workload=chats, longest_tokens=16_384)
+    cached, plain = (search(replace(with_caches, prefix_cache=caches)) for caches in (True, False))
+    assert cached.estimator.estimate(COUPLED.groups).goodput > 1.3 * plain.estimator.estimate(COUPLED.groups).goodput
+    trial = Trial(COUPLED, 3.0, short=True)
+    results = [found.evaluator.result(trial) for found in (cached, plain)]
+    computed = [sum(use.prefill_tokens for use in result.instances) for result in results]
+    assert computed[0] < 0.7 * computed[1]
+    assert cached.evaluator.run_trial(trial) > plain.evaluator.run_trial(trial)
 
 
 def test_runs_of_a_fast_cluster_fill_it() -> None:

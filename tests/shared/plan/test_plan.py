@@ -80,7 +80,7 @@ def test_the_file_has_the_caches_and_host_memory_of_the_plan(tmp_path: Path) -> 
     instances, _ = deployed(asked, plan, found.estimator.costs, found.estimator.places)
     assert [one.limits.prefix_cache for one in instances] == [True, True, False]  # pipelines have none
     hosts = [0 if one.limits.host is None else one.limits.host.tokens for one in instances]
-    assert hosts == [2 * hosts[1], 10**10 // 131_072, 0]
+    assert hosts == [2 * 10**10 // 131_072, 10**10 // 131_072, 0]  # Llama-3-8B: 131,072 bytes a token
     file = written(tmp_path, asked, plan)
     assert [one.limits for one in load_deployment(file).instances] == [one.limits for one in instances]
     target = Target("a plan", "Llama-3-8B", "Llama-3-8B", "vllm")

@@ -71,7 +71,9 @@ def test_what_came_before_is_divided_among_instances_and_chats_stay_together() -
         prefix_block_tokens=100,
     )
     specs = [instance(name, Role.DECODE, limits=LIMITS) for name in "ab"]
-    fleet = Fleet(specs, RunSpec(policies=policies(placement=ByPrefix())), EventLoop(), cast(EngineEvents, None), 100, Random(1))
+    fleet = Fleet(
+        specs, RunSpec(policies=policies(placement=ByPrefix())), EventLoop(), cast(EngineEvents, None), 100, Random(1)
+    )
     fleet.fill_caches(before)
     found = [[one.engines[0].memory.matched_tokens(ids) for ids in turns] for one in fleet.instances]
     assert found == [[200, 0, 300, 0, 100, 0], [0, 200, 0, 300, 0, 100]]
