@@ -304,7 +304,7 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
         assert reason in failed.error
 
 
-PREFIXED = {"arrival_s": 0, "prompt_tokens": 200, "output_tokens": 1, "hash_ids": [1, 2]}
+PREFIXED = {"arrival_s": 0, "prompt_tokens": 900, "output_tokens": 1, "hash_ids": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -337,8 +337,8 @@ PREFIXED = {"arrival_s": 0, "prompt_tokens": 200, "output_tokens": 1, "hash_ids"
         ({"workload": [{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": at} for at in (1, 0)]}, "request 1: arr"),
         ({"workload": [PREFIXED, {**PREFIXED, "hash_ids": None}]}, "workload.1.hash_ids: missing"),
         (
-            {"workload": [PREFIXED], "block_tokens": 256},
-            "2 blocks of 256 tokens (block_tokens) are more than the prompt's",
+            {"workload": [PREFIXED], "block_tokens": 1024},
+            "2 blocks of 1024 tokens (block_tokens) are more than the prompt's",
         ),
         ({"workload": [{**PREFIXED, "hash_ids": ["x"]}]}, "workload.requests.0.hash_ids.0"),
         ({"slo": {"ttfb_s": 1}}, "body.slo.ttfb_s"),

@@ -96,10 +96,10 @@ def test_a_workload_is_repeated_to_the_length_of_a_run() -> None:
 def test_chats_are_judged_with_the_caches_that_engines_have() -> None:
     """What a cache holds is not computed: the same plan serves more, in trials and by the estimate."""
     chats = conversations(600, seed=3)
-    with_caches = replace(PROBLEM, workload=chats, longest_tokens=16_384)
+    with_caches = replace(problem(inventory(("a", "A100-SXM-80", 2))), workload=chats, longest_tokens=16_384)
     cached, plain = (search(replace(with_caches, prefix_cache=caches)) for caches in (True, False))
     assert cached.estimator.estimate(COUPLED.groups).goodput > 1.3 * plain.estimator.estimate(COUPLED.groups).goodput
-    trial = Trial(COUPLED, 3.0, short=True)
+    trial = Trial(COUPLED, 5.0, short=True)
     results = [found.evaluator.result(trial) for found in (cached, plain)]
     computed = [sum(use.prefill_tokens for use in result.instances) for result in results]
     assert computed[0] < 0.7 * computed[1]

@@ -75,7 +75,7 @@ def test_a_pipeline_holds_what_its_fullest_stage_has_room_for(tmp_path: Path) ->
 @pytest.mark.parametrize("stages", [1, 2])
 def test_an_emulated_pipeline_has_no_prefix_cache(tmp_path: Path, stages: int) -> None:
     defaults = {"engine": "emulated", "accelerator": "A10", "pipeline_parallel": stages}
-    (entry,) = read_cluster(write(tmp_path, defaults))[0].instances
+    entry = read_cluster(write(tmp_path, defaults))[0].instances[0]
     assert entry.prefix_cache is (stages == 1)
 
 
