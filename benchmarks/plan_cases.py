@@ -559,15 +559,16 @@ def case_scale() -> Result:
 # Workloads with prefixes: the plan with prefix caches and host tiers beside the plan without.
 
 PREFIXED = {"conversation": Path("traces/mooncake/conversation_trace.jsonl"), CHATS: None}  # synthetic chats
+PREFIXED_TTFT_S = {"conversation": 5.0, CHATS: 2.0}
+PREFIXED_TPOT_S = 0.05
 ARMS = ("without_caches", "caches", "host_tier")
-PREFIXED_SLO = Slo(ttft_s=2.0, tpot_s=0.05)
-PREFIXED_MODEL, PREFIXED_CONTEXT = "Llama-3-8B", 32_768
-PREFIXED_NODES = {"a": ("A100-SXM-80", 2), "b": ("A40", 2)}
-PREFIXED_REQUESTS, PREFIXED_GBPS = 3_000, 100.0
+PREFIXED_MODEL, PREFIXED_CONTEXT, PREFIXED_REQUESTS = "Llama-3-8B", 32_768, 3_000
+PREFIXED_NODES = {"a": ("A100-SXM-80", 4), "b": ("A40", 4)}
+PREFIXED_GBPS = 40.0
 HOST_KV_BYTES = 128_000_000_000  # of each accelerator
-LADDER = 1.06  # factor from a rate to the next
-LASTING = 2_000  # requests of the runs that show what a plan serves, of which the second half counts
-CHAT_SEED, CHECK_SEED = 1, 7  # of the chats that are planned for, and of those that come
+LADDER = 1.04  # factor from a rate to the next
+LASTING = 2_500  # requests of the runs that show what a plan serves, of which the second half counts
+CHAT_SEED, CHECK_SEED = 1, 7  # of the chats that are planned for, and of what comes
 
 
 def case_prefixes(data: Path, processes: int = 2) -> Result:
@@ -581,19 +582,21 @@ def case_prefixes(data: Path, processes: int = 2) -> Result:
 def planned_and_served(name: str, arm: str, data: Path) -> Result:
     """What a plan promises, and what it serves in long runs of engines that have prefix caches."""
     file = PREFIXED[name]
-    trace = read_trace(data / file) if file is not None else None
-    work = conversations(PREFIXED_REQUESTS, CHAT_SEED) if trace is None else trace.head(PREFIXED_REQUESTS)
+    work = conversations(PREFIXED_REQUESTS, CHAT_SEED)
+    if file is not None:
+        work = read_trace(data / file).head(PREFIXED_REQUESTS)
     stock = cluster(PREFIXED_NODES, ethernet(PREFIXED_GBPS))
     if arm == "host_tier":
         stock = replace(stock, pools=tuple(replace(pool, host_kv_bytes=HOST_KV_BYTES) for pool in stock.pools))
-    problem = problem_of(stock, PREFIXED_MODEL, fitting(work, PREFIXED_CONTEXT), PREFIXED_SLO)
+    slo = Slo(ttft_s=PREFIXED_TTFT_S[name], tpot_s=PREFIXED_TPOT_S)
+    problem = problem_of(stock, PREFIXED_MODEL, fitting(work, PREFIXED_CONTEXT), slo)
     cached = replace(problem, longest_tokens=PREFIXED_CONTEXT)
     problem = replace(cached, prefix_cache=arm != "without_caches")
     began = process_time()
     outcome = run_method("best", method("best"), Search(problem, perf_counter, AS_SERVED))
     took_s, plan, promised = process_time() - began, outcome.plan, outcome.promise.goodput
     progress(f"{name}, {arm}: {promised:.2f} promised, {took_s:.0f} s: {groups_text(problem, plan.groups)}")
-    served = lasting_goodput(cached, plan, trace, promised)
+    served = lasting_goodput(cached, plan, promised, chats=file is None)
     prefill = sum(group.accelerators for group in plan.groups if group.role is Role.PREFILL)
     found = {
         "promised_per_s": round(promised, 2),
@@ -608,18 +611,17 @@ def planned_and_served(name: str, arm: str, data: Path) -> Result:
     return result({f"prefixes_{name}_{arm}_{what}": value for what, value in found.items()})
 
 
-def lasting_goodput(problem: Problem, plan: Plan, trace: Workload | None, near: float) -> float:
-    """The goodput of a plan in long runs: of the whole trace's requests, or of other chats at each rate."""
+def lasting_goodput(problem: Problem, plan: Plan, near: float, *, chats: bool) -> float:
+    """The goodput of a plan in long runs: of other chats at each rate, or of the trace's requests."""
     estimator = Estimator(problem)
     instances, network = deployed(problem, plan, estimator.costs, estimator.places)
     run = replace(with_words(AS_SERVED, plan.policies), slo=problem.slo, network=network)
 
     def meets(rate: float) -> bool:
-        if trace is None:
+        if chats:
             work = conversations(LASTING, CHECK_SEED, rate / TURNS_A_CHAT)
         else:
-            work = poisson(fitting(trace, PREFIXED_CONTEXT).head(LASTING), rate, CHECK_SEED)
-        outcomes = simulate(work, instances, run).outcomes
-        return settled_attainment(outcomes, problem) >= problem.target
+            work = poisson(problem.workload.head(LASTING), rate, CHECK_SEED)
+        return settled_attainment(simulate(work, instances, run).outcomes, problem) >= problem.target
 
     return rate_at_target(meets, near, LADDER)
