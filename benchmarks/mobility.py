@@ -20,7 +20,7 @@ from benchmarks.experiment import Row
 from benchmarks.goodput import goodput
 from benchmarks.migrations import KINDS, LONG_STREAMS, drained, figures_of, moved_streams
 from benchmarks.policies import COARSE, LASTS_S, MIN_REQUESTS, RESOLUTION, SHORT_S, Runs
-from benchmarks.prefix import TRACES, oracle_tokens, traces
+from benchmarks.prefix import TRACES, traces
 from benchmarks.pulls import live_pulls
 from benchmarks.results import Aim, Result, aim, at_least, at_most, merged, progress, result, run_parts
 from benchmarks.scenarios import (
@@ -41,7 +41,7 @@ from shared.sim.metrics import attainment, summary
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import with_words
 from shared.sim.traces import read_trace
-from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations, poisson
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations, oracle_tokens, poisson
 
 WITH = "adaptive"
 WITHOUT = "placement=adaptive:pull=false+split=adaptive+dispatch=adaptive"

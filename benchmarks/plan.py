@@ -58,6 +58,7 @@ def run_plan_bench(data: Path, parts: Sequence[str] = (), processes: int = 2) ->
         "zte": cases.case_zte,
         "scale": cases.case_scale,
         "beside": partial(cases.case_beside, processes),
+        "prefixes": partial(cases.case_prefixes, data, processes),
         "live": partial(case_live, data),
     }
     return run_parts(all_parts, parts)
@@ -175,7 +176,7 @@ def promise(kind: str, data: Path) -> Result:
 def keep(one: Planned, max_requests: int | None = None) -> Kept:
     """Start the plan and send the requests of its promise; with `max_requests` only the first of them, as a check."""
     promise = one.outcome.promise
-    workload = one.search.evaluator.workload(Trial(one.plan, promise.rate))
+    workload = one.search.evaluator.requests(Trial(one.plan, promise.rate)).workload
     workload = workload.head(max_requests) if max_requests else workload
     factor = factor_for(promise.figures["output_tokens_per_s"], PROMISE_TOKENS_PER_S)
     slow, slo = slower(workload, factor), one.problem.slo.slower(factor)

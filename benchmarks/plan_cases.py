@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import product, repeat
 from math import log
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
+from benchmarks.goodput import goodput as rate_at_target
 from benchmarks.papers.testbed import ACCELERATORS, azure, sharegpt
 from benchmarks.papers.thunderserve import CONTEXT_TOKENS, DEPLOYMENTS, LOST, MODEL, TRACES
-from benchmarks.results import Aim, Result, aim, result
+from benchmarks.results import Aim, Result, aim, merged, progress, result
 from shared.cost.kinds import EngineModels
 from shared.cost.library import Library
 from shared.cost.network import Link, Network
@@ -25,7 +26,9 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import Incompatible
-from shared.plan.find import cheapest
+from shared.plan.estimate import Estimator
+from shared.plan.evaluate import settled_attainment
+from shared.plan.find import cheapest, fitting
 from shared.plan.group import Group, Part
 from shared.plan.inventory import Inventory, Pool, read_inventory
 from shared.plan.methods.papers import machine_throughputs, recommended
@@ -34,10 +37,11 @@ from shared.plan.methods.simple import COUPLED, SPLIT, deployments
 from shared.plan.plan import Plan, deployed, routes_of
 from shared.plan.problem import Problem
 from shared.plan.running import after_loss, reschedule
-from shared.plan.search import Outcome, ScoredPlan, Search, run_method
+from shared.plan.search import AS_SERVED, Outcome, ScoredPlan, Search, run_method
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, RunSpec, with_words
-from shared.sim.workload import Workload, synthetic
+from shared.sim.traces import read_trace
+from shared.sim.workload import CHATS, TURNS_A_CHAT, Workload, conversations, poisson, synthetic
 
 INSIDE = Link(16e9, 1e-4, 0.8)
 PLAIN = RunSpec(migration=False)  # and without a step budget, as the papers' engines
@@ -550,3 +554,74 @@ def case_scale() -> Result:
     figures["scale_growth_exponent"] = log(figures["scale_512_took_s"] / figures["scale_64_took_s"]) / log(512 / 64)
     ahead = aim(">= 1", f"{min(over):.2f} x", min(over) >= 1.0)
     return result(figures, {"ahead of the best plain deployment": ahead}, notes)
+
+
+# Workloads with prefixes: the plan with prefix caches and host tiers beside the plan without.
+
+PREFIXED = {"conversation": Path("traces/mooncake/conversation_trace.jsonl"), CHATS: None}  # synthetic chats
+PREFIXED_TTFT_S = {"conversation": 5.0, CHATS: 2.0}
+PREFIXED_TPOT_S = 0.05
+ARMS = ("without_caches", "caches", "host_tier")
+PREFIXED_MODEL, PREFIXED_CONTEXT, PREFIXED_REQUESTS = "Llama-3-8B", 32_768, 3_000
+PREFIXED_NODES = {"a": ("A100-SXM-80", 4), "b": ("A40", 4)}
+PREFIXED_GBPS = 40.0
+HOST_KV_BYTES = 128_000_000_000  # of each accelerator
+LADDER = 1.04  # factor from a rate to the next
+LASTING = 2_500  # requests of the runs that show what a plan serves, of which the second half counts
+CHAT_SEED, CHECK_SEED = 1, 7  # of the chats that are planned for, and of what comes
+
+
+def case_prefixes(data: Path, processes: int = 2) -> Result:
+    known = [name for name, file in PREFIXED.items() if file is None or (data / file).is_file()]
+    missing = [f"no {data / file}" for name, file in PREFIXED.items() if file is not None and name not in known]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        found = pool.map(planned_and_served, *zip(*product(known, ARMS), strict=True), repeat(data))
+        return merged(*found, result({}, notes=missing))
+
+
+def planned_and_served(name: str, arm: str, data: Path) -> Result:
+    """What a plan promises, and what it serves in long runs of engines that have prefix caches."""
+    file = PREFIXED[name]
+    work = conversations(PREFIXED_REQUESTS, CHAT_SEED)
+    if file is not None:
+        work = read_trace(data / file).head(PREFIXED_REQUESTS)
+    stock = cluster(PREFIXED_NODES, ethernet(PREFIXED_GBPS))
+    if arm == "host_tier":
+        stock = replace(stock, pools=tuple(replace(pool, host_kv_bytes=HOST_KV_BYTES) for pool in stock.pools))
+    slo = Slo(ttft_s=PREFIXED_TTFT_S[name], tpot_s=PREFIXED_TPOT_S)
+    problem = problem_of(stock, PREFIXED_MODEL, fitting(work, PREFIXED_CONTEXT), slo)
+    cached = replace(problem, longest_tokens=PREFIXED_CONTEXT)
+    problem = replace(cached, prefix_cache=arm != "without_caches")
+    began = process_time()
+    outcome = run_method("best", method("best"), Search(problem, perf_counter, AS_SERVED))
+    took_s, plan, promised = process_time() - began, outcome.plan, outcome.promise.goodput
+    progress(f"{name}, {arm}: {promised:.2f} promised, {took_s:.0f} s: {groups_text(problem, plan.groups)}")
+    served = lasting_goodput(cached, plan, promised, chats=file is None)
+    prefill = sum(group.accelerators for group in plan.groups if group.role is Role.PREFILL)
+    found = {
+        "promised_per_s": round(promised, 2),
+        "served_per_s": round(served, 2),
+        "error": round(promised / max(1e-9, served) - 1.0, 3),
+        "prefill_accelerators": prefill,
+        "cpu_s": round(took_s, 1),
+        "runs": outcome.runs,
+        "groups": groups_text(problem, plan.groups),
+    }
+    progress(f"{name}, {arm}: {found}")
+    return result({f"prefixes_{name}_{arm}_{what}": value for what, value in found.items()})
+
+
+def lasting_goodput(problem: Problem, plan: Plan, near: float, *, chats: bool) -> float:
+    """The goodput of a plan in long runs: of other chats at each rate, or of the trace's requests."""
+    estimator = Estimator(problem)
+    instances, network = deployed(problem, plan, estimator.costs, estimator.places)
+    run = replace(with_words(AS_SERVED, plan.policies), slo=problem.slo, network=network)
+
+    def meets(rate: float) -> bool:
+        if chats:
+            work = conversations(LASTING, CHECK_SEED, rate / TURNS_A_CHAT)
+        else:
+            work = poisson(problem.workload.head(LASTING), rate, CHECK_SEED)
+        return settled_attainment(simulate(work, instances, run).outcomes, problem) >= problem.target
+
+    return rate_at_target(meets, near, LADDER)

@@ -6,12 +6,10 @@ Mooncake's traces run on simulated instances; chats of several turns run on four
 
 import asyncio
 import secrets
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -32,7 +30,7 @@ from shared.sim.metrics import summary
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import with_words
 from shared.sim.traces import read_trace
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, oracle_tokens
 from tools.calibrate.target import Target
 from tools.client import StreamFailed, completion_body, stream_completion
 
@@ -54,31 +52,6 @@ def run_prefix_bench(
         work = partial(_play, rounds)
         parts.append(live(asyncio.run(measured_under_quotas(SHAPE, cores, cluster_of, work, LIVE_SEED))))
     return merged(*parts)
-
-
-def oracle_tokens(
-    prompts: Iterable[tuple[Sequence[int], int]],
-    block_tokens: int,
-    blocks: int | None = None,
-    answers: Iterable[Sequence[int]] | None = None,
-) -> list[int]:
-    """Tokens of each prompt that such a cache would save. prompts: in order of arrival, ids of whole blocks and tokens.
-    answers: ids of the blocks that each answer fills, as far as they are known.
-
-    The cache holds every block of every prompt and answer from the moment of its arrival, before an instance has
-    computed it; of more than `blocks` (None: any number) the least recently used are forgotten. As in an engine the
-    longest run of blocks from the start counts, and the last token is always computed.
-    """
-    held, found = OrderedDict[int, None](), []
-    for (ids, tokens), answer in zip(prompts, repeat(()) if answers is None else answers, strict=False):
-        run = next((at for at, block in enumerate(ids) if block not in held), len(ids))
-        found.append(max(0, min(run * block_tokens, tokens - 1)))
-        for block in (*ids, *answer):
-            held[block] = None
-            held.move_to_end(block)
-        while blocks is not None and len(held) > blocks:
-            held.popitem(last=False)
-    return found
 
 
 def imbalance(computed: Sequence[float]) -> float:

@@ -15,10 +15,12 @@ from shared.files.places import Places
 from shared.files.yaml_file import Document, parse_document
 from shared.plan.find import PlanGoals, PlanRequest
 from shared.plan.inventory import Inventory, checked, located
+from shared.sim.traces import BLOCK_TOKENS, with_prefixes
 from shared.sim.workload import Workload, made
 
 MAX_REQUESTS = 50_000
 MAX_TOKENS = 10_000_000  # of a request
+MAX_BLOCKS = 10_000  # of a prompt
 MAX_INVENTORY = 1 << 20  # characters
 MAX_ADDED = 256  # instances that a what-if question may add: the links between all of them are looked at
 
@@ -26,6 +28,7 @@ Name = Annotated[str, Field(min_length=1, max_length=128)]
 Factor = Annotated[float, Field(gt=0, le=1_000)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
+HashId = Annotated[int, Field(ge=-(1 << 53), le=1 << 53)]  # what JSON holds exactly
 Amount = Annotated[float, Field(ge=0, le=1e9)]
 
 
@@ -33,12 +36,20 @@ class _Edge(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class RequestIn(_Edge):
-    """A request of a workload; arrivals do not decrease."""
+    """A request of a workload; arrivals do not decrease.
+
+    hash_ids: of the blocks of its prompt, in order; all requests have them, or none does.
+    """
 
     arrival_s: Amount
     prompt_tokens: Tokens
     output_tokens: Tokens
+    hash_ids: Annotated[tuple[HashId, ...], Field(max_length=MAX_BLOCKS)] | None = Field(None, exclude_if=_is_none)
 
 
 class SloIn(_Edge):
@@ -68,6 +79,7 @@ class SearchIn(_Edge):
 
     inventory: the text of an inventory file, or its content. model: a bundled name. workload: a synthetic one, in the
     words of `polyphase plan --workload`, or a list of requests. requests: how many to make, or to use of that list.
+    block_tokens: of a block that `hash_ids` name.
     """
 
     inventory: Annotated[str, Field(min_length=1, max_length=MAX_INVENTORY)] | dict[str, object]
@@ -82,6 +94,8 @@ class SearchIn(_Edge):
     compare: bool = True
     seconds: Seconds | None = None
     requests: Annotated[int, Field(ge=1, le=MAX_REQUESTS)] = 3000
+    block_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = BLOCK_TOKENS
+    prefix_cache: bool = True
     codec: str = "raw"
     engine: str = "emulated"
     one_node: bool = False
@@ -112,12 +126,21 @@ class SearchIn(_Edge):
         if isinstance(self.workload, str):
             return _made(self.workload, self.requests, self.seed)
         rows = self.workload[: self.requests]
-        return Workload(
+        found = Workload(
             f"workload of {len(rows)} requests",
             np.array([row.arrival_s for row in rows]),
             np.array([row.prompt_tokens for row in rows], dtype=np.int64),
             np.array([row.output_tokens for row in rows], dtype=np.int64),
         )
+        if all(row.hash_ids is None for row in rows):
+            return found
+        for at, row in enumerate(rows):
+            if row.hash_ids is None:
+                raise InvalidRequest(f"workload.{at}.hash_ids: missing, and other requests have them")
+            if len(row.hash_ids) > -(-row.prompt_tokens // self.block_tokens):
+                many = f"{len(row.hash_ids)} blocks of {self.block_tokens} tokens (block_tokens)"
+                raise InvalidRequest(f"workload.{at}.hash_ids: {many} are more than the prompt's {row.prompt_tokens}")
+        return with_prefixes(found, tuple(row.hash_ids or () for row in rows), self.block_tokens)
 
 
 def _made(words: str, count: int, seed: int) -> Workload:

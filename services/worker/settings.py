@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 from services.worker.engine_args import faults_of
 from shared.cost.network import LinkEntry
 from shared.domain.instance import Role
+from shared.domain.kv import SESSION_KEEP_S, SESSION_SHARE
 from shared.model.adapters import LoraSection
 from shared.model.source import ModelSource, source_of
 from shared.runtime.settings import Name, TracedSettings
@@ -99,8 +100,8 @@ class WorkerSettings(TracedSettings):
     lease_renewals: int = Field(120, ge=0)  # of one transfer's lease, a third of it apart, while its decode waits
     pull_timeout_s: float = Field(10.0, gt=0)
     # A session's KV is kept for so long after its request, in at most this share of the KV blocks; 0: it is not kept.
-    session_keep_s: float = Field(30.0, ge=0)
-    session_share: float = Field(0.1, ge=0, le=0.9)
+    session_keep_s: float = Field(SESSION_KEEP_S, ge=0)
+    session_share: float = Field(SESSION_SHARE, ge=0, le=0.9)
     lossy_kv: bool = False  # some class of requests allows it: codecs are loaded and measured at the start, not later
     kv_fault: str = ""  # fault injection for tests: see kv/vllm/connector.py
 

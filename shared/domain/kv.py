@@ -47,6 +47,10 @@ STAGING_SHARE = 0.25
 EXPORT_SHARE = 0.2  # of an engine's time while it computes, that copies of KV from its cache may take
 
 
+# How long, and in at most which share of its KV, an engine keeps KV of sessions by default.
+SESSION_KEEP_S, SESSION_SHARE = 30.0, 0.1
+
+
 def default_staging(kv: int, longest: int) -> int:
     """Default size of a rank's staging memory on the host: a quarter of its KV cache, and at least the longest prompt.
     All in bytes, or all in tokens.

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from shared.cost.kinds import EngineModels
 from shared.plan.estimate import Estimator
 from shared.plan.plan import Plan, deployed
-from shared.plan.problem import Problem
+from shared.plan.problem import Problem, Requests
 from shared.sim.cluster import simulate
 from shared.sim.metrics import summary
 from shared.sim.outcomes import Outcomes, SimResult
 from shared.sim.spec import RunSpec, with_words
-from shared.sim.workload import Times, Workload, poisson
+from shared.sim.workload import Times, poisson
 
 SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals, at least: seconds, and multiples of a request's lifetime
 TOO_MUCH = 0.18  # a rate that exceeds what can be served without end by this share must show in a run
@@ -92,8 +92,8 @@ class Evaluator:
         self._prefetched: dict[Trial, float] = {}  # runs made before they were needed
         self._goodput: dict[Plan, float] = {}
 
-    def workload(self, trial: Trial) -> Workload:
-        """The requests of a run: the first ones of the problem's workload, repeated where it has fewer."""
+    def requests(self, trial: Trial) -> Requests:
+        """The requests of a run, as a Poisson process."""
         problem, slo, rate = self.problem, self.problem.slo, trial.rate
         estimate = self._estimator.estimate(trial.plan.groups)
         life_s = estimate.ttft_s + estimate.tpot_s * problem.sample.output if estimate.goodput > 0 else 0.0
@@ -105,7 +105,8 @@ class Evaluator:
             else max(MIN_REQUESTS, filled, min(ENOUGH, rate * SPAN_S))
         )
         count = ceil(min(MAX_REQUESTS, least))
-        return poisson(repeated(problem.workload, count), rate, self.seed)
+        drawn = problem.requests(count, rate)
+        return replace(drawn, workload=poisson(drawn.workload, rate, self.seed))
 
     def spec(self, plan: Plan) -> RunSpec:
         return with_words(self.run, plan.policies)
@@ -113,7 +114,8 @@ class Evaluator:
     def result(self, trial: Trial) -> SimResult:
         plan = trial.plan
         instances, network = deployed(self.problem, plan, self._estimator.costs, self._estimator.places)
-        return simulate(self.workload(trial), instances, replace(self.spec(plan), network=network))
+        drawn, run = self.requests(trial), replace(self.spec(plan), network=network)
+        return simulate(drawn.workload, instances, run, before=drawn.before)
 
     def run_trial(self, trial: Trial) -> float:
         """The share of requests within the SLO, once the cluster is full."""
@@ -260,22 +262,6 @@ def _serve(trials: Connection) -> None:
             trials.send(evaluator.run_trial(trial))
     except EOFError:
         return
-
-
-def repeated(workload: Workload, count: int) -> Workload:
-    """The first `count` requests, all at time 0, repeated from the first where there are fewer."""
-    at = np.arange(count) % len(workload)
-    prefixes = workload.prefixes and tuple(workload.prefixes[i] for i in at.tolist())
-    return replace(
-        workload,
-        arrival_s=np.zeros(count),
-        prompt_tokens=workload.prompt_tokens[at],
-        output_tokens=workload.output_tokens[at],
-        prefixes=prefixes,
-        answers=None,
-        mix=None,
-        sessions=None,
-    )
 
 
 def settled_attainment(outcomes: Outcomes, problem: Problem) -> float:

@@ -47,7 +47,7 @@ class PlanGoals:
     compare: run the other quick methods, too. seconds: after which no new step begins. engine: of the cluster file.
     max_model_len: tokens of a request; None: the model's own. chunk_size: tokens of a step. quantised: precisions of
     weights that instances with the prefill role may have besides the model's, each with its checkpoint; empty where the
-    engine quantises.
+    engine quantises. prefix_cache: of the instances.
     """
 
     rate: float = 0.0
@@ -64,6 +64,7 @@ class PlanGoals:
     chunk_size: int = 2048
     seed: int = 1
     quantised: Mapping[str, str] = field(default_factory=dict)
+    prefix_cache: bool = True
 
     def check(self) -> None:
         if self.engine not in ENGINES:
@@ -118,6 +119,7 @@ class PlanRequest:
             budget_usd_hour=inf if goals.budget is None else goals.budget,
             longest_tokens=goals.max_model_len or 0,
             quantised=tuple(goals.quantised),
+            prefix_cache=goals.prefix_cache,
         )
         return cls(problem, goals, name, model)
 
@@ -294,15 +296,8 @@ def fitting(workload: Workload, longest: int) -> Workload:
     if fits.all():
         return workload
     return replace(
-        workload,
+        workload.rows(fits),
         name=f"{workload.name} (without {int((~fits).sum())} of {len(fits)} requests of more than {longest} tokens)",
-        arrival_s=workload.arrival_s[fits],
-        prompt_tokens=workload.prompt_tokens[fits],
-        output_tokens=workload.output_tokens[fits],
-        prefixes=None,
-        answers=None,
-        mix=None,
-        sessions=None,
     )
 
 

@@ -71,6 +71,10 @@ class Group:
                 found.append((node, part.layers))
         return tuple(found)
 
+    def host_kv_bytes(self, inventory: Inventory) -> int:
+        """Host memory for KV of each of its accelerators: one size for all of them, so the least of their pools."""
+        return min(inventory.pools[part.pool].host_kv_bytes for part in self.parts)
+
     def price_usd_hour(self, inventory: Inventory) -> float:
         return sum(count * inventory.pools[pool].price_usd_hour for pool, count in self.uses.items())
 

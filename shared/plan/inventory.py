@@ -27,12 +27,15 @@ from shared.files.yaml_file import Document, read_document
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Accelerators of one type on one node. price_usd_hour: of one of them."""
+    """Accelerators of one type on one node. price_usd_hour: of one of them. host_kv_bytes: of the node's memory, for KV
+    that left the prefix cache of each of them.
+    """
 
     node: str
     accelerator: Accelerator
     count: int
     price_usd_hour: float
+    host_kv_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{self.count} x {self.accelerator.name} on {self.node}"
@@ -69,7 +72,11 @@ class Inventory:
         """
         colours: Mapping[str, object] = {
             node: (
-                tuple((p.accelerator.name, p.count, p.price_usd_hour) for p in self.pools if p.node == node),
+                tuple(
+                    (p.accelerator.name, p.count, p.price_usd_hour, p.host_kv_bytes)
+                    for p in self.pools
+                    if p.node == node
+                ),
                 self.network.inside.get(node),
             )
             for node in self.nodes
@@ -125,6 +132,7 @@ MAX_NODES = 512
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
 
 
 class _Part(BaseModel):
@@ -132,11 +140,14 @@ class _Part(BaseModel):
 
 
 class DeviceEntry(_Part):
-    """`count` accelerators of a type. price_usd_hour: of one; by default the catalogue's."""
+    """`count` accelerators of a type. price_usd_hour: of one; by default the catalogue's. host_kv_bytes: host memory of
+    each for KV that left its prefix cache.
+    """
 
     accelerator: str
     count: Count = 1
     price_usd_hour: Price | None = None
+    host_kv_bytes: Bytes = 0
 
 
 class NodeEntry(_Part):
@@ -147,12 +158,15 @@ class NodeEntry(_Part):
     accelerator: str = ""
     count: Count = 1
     price_usd_hour: Price | None = None
+    host_kv_bytes: Bytes = 0
     devices: tuple[DeviceEntry, ...] = ()
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if bool(self.accelerator) == bool(self.devices):
             raise ValueError("a node needs either `accelerator` or `devices`")
+        if self.devices and self.host_kv_bytes:
+            raise ValueError("host_kv_bytes: give it to each of `devices`")
         kinds = [device.accelerator for device in self.devices]
         if len(set(kinds)) < len(kinds):
             raise ValueError("`devices` name a type twice: use `count`")
@@ -164,7 +178,12 @@ class NodeEntry(_Part):
 
     @property
     def all_devices(self) -> tuple[DeviceEntry, ...]:
-        single = DeviceEntry(accelerator=self.accelerator, count=self.count, price_usd_hour=self.price_usd_hour)
+        single = DeviceEntry(
+            accelerator=self.accelerator,
+            count=self.count,
+            price_usd_hour=self.price_usd_hour,
+            host_kv_bytes=self.host_kv_bytes,
+        )
         return self.devices or (single,)
 
 
@@ -197,6 +216,7 @@ class InventoryFile(_Part):
                 device := _known(catalogue, entry.accelerator, f"nodes.{index}"),
                 entry.count,
                 device.price_usd_hour if entry.price_usd_hour is None else entry.price_usd_hour,
+                entry.host_kv_bytes,
             )
             for index, node in enumerate(self.nodes)
             for name in node.names
@@ -271,6 +291,7 @@ def write_inventory(inventory: Inventory, name: str) -> str:
     for node in inventory.nodes:
         devices = [
             {"accelerator": p.accelerator.name, "count": p.count, "price_usd_hour": p.price_usd_hour}
+            | ({"host_kv_bytes": p.host_kv_bytes} if p.host_kv_bytes else {})
             for p in inventory.pools
             if p.node == node
         ]

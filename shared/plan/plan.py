@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import yaml
 
+from shared.cost.kinds import EngineKind
 from shared.cost.network import Link, Network, entry_of
 from shared.domain.instance import Role
+from shared.domain.kv import SESSION_KEEP_S, SESSION_SHARE
 from shared.domain.policies import KINDS
 from shared.domain.rates import Rates
 from shared.plan.estimate import Estimate
@@ -20,7 +22,7 @@ from shared.plan.group import Group
 from shared.plan.problem import Problem
 from shared.plan.routes import EngineCosts, Places, Route, place_name
 from shared.policy.registry import from_words
-from shared.sim.spec import InstanceSpec
+from shared.sim.spec import EngineLimits, HostTier, InstanceSpec
 
 ADAPTIVE = "adaptive"
 LEAST_SHARE = 0.002  # of the requests; a route with less is rounding
@@ -117,7 +119,7 @@ def deployed(
     problem: Problem, plan: Plan, costs: EngineCosts, places: Places
 ) -> tuple[tuple[InstanceSpec, ...], Network]:
     """The plan's groups as instances of the simulator, and the network between their places."""
-    models, inventory, limits = problem.models, problem.inventory, problem.limits
+    models, inventory = problem.models, problem.inventory
     instances = []
     for name, group in zip(plan.names(problem), plan.groups, strict=True):
         kind = group.kind(inventory, problem.dtype)
@@ -129,18 +131,29 @@ def deployed(
                 role=group.role,
                 kv_tokens=models.kv_tokens(kind),
                 kv_bytes_per_token=costs.kv_bytes,
-                limits=replace(limits, sequences=max(1, limits.sequences // kind.lanes), max_model_len=problem.longest),
+                limits=_limits(problem, group, kind),
                 link=Link(1.0),  # not used: the paths of its place count
                 node=place_name(group.place(inventory)),
                 accelerator="+".join(dict.fromkeys(stage.accelerator for stage in kind.stages)),
                 accelerators=group.accelerators,
                 price_per_hour=price,
                 lanes=kind.lanes,
-                rates=Rates(models.step_rates(kind, limits.batched_tokens), price_per_hour=price),
+                rates=Rates(models.step_rates(kind, problem.limits.batched_tokens), price_per_hour=price),
                 precision=group.precision,
             )
         )
     return tuple(instances), places.network([group.place(inventory) for group in plan.groups])
+
+
+def _limits(problem: Problem, group: Group, kind: EngineKind) -> EngineLimits:
+    """The problem's limits for an engine, with what the workload's prefixes need. Pipelines have no prefix caches."""
+    seats = max(1, problem.limits.sequences // kind.lanes)
+    limits = replace(problem.limits, sequences=seats, max_model_len=problem.longest)
+    if not problem.caches or kind.lanes > 1:
+        return limits
+    tokens = problem.host_tokens(kind, group.host_kv_bytes(problem.inventory))
+    host = HostTier.of_kind(problem.models, kind, tokens) if tokens else None
+    return replace(limits, prefix_cache=True, host=host, session_keep_s=SESSION_KEEP_S, session_share=SESSION_SHARE)
 
 
 TOKENIZER = "models/demo"  # of emulated engines: a folder of the project
@@ -265,12 +278,22 @@ def _instance(problem: Problem, name: str, group: Group, costs: EngineCosts, tar
         "tensor_parallel": group.tensor_parallel,
         "kv_cache_bytes": kv_bytes,
     }
+    engine_args: dict[str, Any] = {}
+    if _limits(problem, group, kind).host is not None:
+        ranks = 1 if target.engine == "vllm" else group.accelerators  # vLLM's size is of a rank, emulated ones' of all
+        found["host_kv_bytes"] = ranks * group.host_kv_bytes(inventory)
     if group.precision and target.engine == "emulated":
         found["emulated_precision"] = group.precision
     elif checkpoint := target.checkpoints.get(group.precision, ""):
         found["weights"] = checkpoint
     elif group.precision:
-        found["engine_args"] = {"quantization": group.precision}
+        engine_args["quantization"] = group.precision
+    if not problem.prefix_cache and target.engine == "emulated":
+        found["emulated_prefix_cache"] = False
+    elif not problem.prefix_cache:
+        engine_args["enable_prefix_caching"] = False
+    if engine_args:
+        found["engine_args"] = engine_args
     if len(group.parts) > 1:
         found["pipeline_parallel"] = len(group.parts)
         found["pipeline_layers"] = [part.layers for part in group.parts]

@@ -72,15 +72,15 @@ class Engine:
     seats: int
     chunk: int
 
-    def cost(self, sample: Sample, held: float = 0.0) -> EngineCost:
-        """The cost on such requests. held: the share of prompts that is in a prefix cache."""
+    def cost(self, sample: Sample, load_s: float = 0.0) -> EngineCost:
+        """The cost on such requests. load_s: seconds to load a token's KV from host memory."""
 
-        def prompt_s(tokens: int) -> float:
-            return sum(
-                self.chunk_s(min(self.chunk, tokens - at), at) for at in range(int(held * tokens), tokens, self.chunk)
-            )
+        def prompt_s(tokens: int, held: int, hosted: int) -> float:
+            chunks = range(held, tokens, self.chunk)
+            return load_s * hosted + sum(self.chunk_s(min(self.chunk, tokens - at), at) for at in chunks)
 
-        prefill_s = np.array([prompt_s(tokens) for tokens in sample.prompts.tolist()])
+        lengths = zip(sample.prompts.tolist(), sample.held.tolist(), sample.hosted.tolist(), strict=True)
+        prefill_s = np.array([prompt_s(*each) for each in lengths])
         batch = min(KV_SHARE * self.lane_tokens / sample.context, float(max(1, self.seats)))
         one, most = 1, max(2, int(batch))
         first_s = self.decode_s(one, int(sample.context))
@@ -125,7 +125,9 @@ class Costs:
 
         seats = limits.sequences // kind.lanes
         engine = Engine(chunk_s, times.decode_time_s, kind.lanes, lane_tokens, seats, limits.batched_tokens)
-        return engine.cost(problem.sample)
+        if kind.lanes > 1:
+            return engine.cost(problem.sample.with_held_share(0.0))  # pipelines are without prefix caches
+        return engine.cost(problem.sample, problem.models.host_token_s(kind))
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,11 +148,11 @@ class _MeasuredCosts:
     def __init__(self, fleet: Fleet) -> None:
         self._known: dict[str, EngineCost] = {}
         self._fleet = fleet
-        self._sample = Sample.from_workload(fleet.problem.workload)
         info = fleet.views[0].info
         self.kv_bytes = info.kv_bytes_per_token
         demand = fleet.demand
-        self._held = 1.0 - min(1.0, demand.fresh_tokens / demand.prompt_tokens) if demand.prompt_tokens > 0 else 0.0
+        held = 1.0 - min(1.0, demand.fresh_tokens / demand.prompt_tokens) if demand.prompt_tokens > 0 else 0.0
+        self._sample = Sample.from_workload(fleet.problem.workload).with_held_share(held)
         self._engines = {
             pool.accelerator.name: self._engine(at) for at, pool in enumerate(fleet.problem.inventory.pools)
         }
@@ -160,7 +160,7 @@ class _MeasuredCosts:
     def cost_of(self, kind: EngineKind) -> EngineCost | None:
         name = kind.stages[0].accelerator
         if name not in self._known:
-            self._known[name] = self._engines[name].cost(self._sample, self._held)
+            self._known[name] = self._engines[name].cost(self._sample)
         return self._known[name]
 
     def _engine(self, at: int) -> Engine:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 
 from shared.domain.policies import PolicySet
 from shared.errors import Incompatible
+from shared.plan.compose import Composer, Margin
 from shared.plan.estimate import Estimator
 from shared.plan.evaluate import Evaluator, Promise, helped
 from shared.plan.plan import Plan
@@ -42,6 +43,7 @@ class Search:
     evaluator: Evaluator = field(init=False)
 
     def __post_init__(self) -> None:
+        self.problem = _with_cache_rate(self.problem)
         self.estimator = Estimator(self.problem)
         self.evaluator = Evaluator(self.problem, self.estimator, self.run, self.seed)
 
@@ -56,6 +58,25 @@ class Search:
         estimate = self.estimator.estimate(plan.groups, local=local)
         near = max(estimate.goodput, 0.3 * estimate.most)
         return plan, self.evaluator.goodput(plan, near) if near > 0 else 0.0
+
+
+_ROUNDS = 2
+
+
+def _with_cache_rate(problem: Problem) -> Problem:
+    """The problem with estimates of prefix caches at about the rate that the inventory serves with them."""
+    if not problem.caches or problem.cache_rate:
+        return problem
+    if problem.rate:
+        return replace(problem, cache_rate=problem.rate)
+    for _ in range(_ROUNDS):
+        estimator = Estimator(problem)
+        groups = Composer(estimator).best(Margin(0.75))
+        if not groups:
+            break
+        found = estimator.estimate(groups)
+        problem = replace(problem, cache_rate=max(found.goodput, found.most / 2.0))
+    return problem
 
 
 class Stopped(Incompatible):

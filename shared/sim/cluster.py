@@ -40,13 +40,18 @@ def simulate(
     instances: Sequence[InstanceSpec],
     run: RunSpec = RunSpec(),
     progress: Callable[[int], None] | None = None,
+    before: Workload | None = None,
 ) -> SimResult:
     """Run `workload` through `instances`. Deterministic: equal arguments give an equal result.
 
+    before: requests that came and ended before the run; prefix caches begin with what these have left there.
     `progress` is called now and then with the number of requests that have ended. Raises InvalidRequest when the specs
     make no sense; requests that no instance can hold end as IMPOSSIBLE.
     """
-    return _Simulation(workload, instances, run, progress).result()
+    simulation = _Simulation(workload, instances, run, progress)
+    if before is not None:
+        simulation.fill_caches(before)
+    return simulation.result()
 
 
 class _Simulation:
@@ -75,6 +80,9 @@ class _Simulation:
         self._migrations = Migrations(context, self._intake, prefix_tokens)
         self._changes = Changes(context, self._intake, self._handover, self._migrations, self._flips)
         self._moves = Moves(context, self._intake)
+
+    def fill_caches(self, before: Workload) -> None:
+        self._fleet.fill_caches(before)
 
     def result(self) -> SimResult:
         self._intake.start()

@@ -1,6 +1,7 @@
 """All instances of a run, and what decisions know about them: broadcasts, as old as those of the live services."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 from shared.domain.instance import ClusterView, InstanceState, Role
@@ -17,9 +18,11 @@ from shared.policy.sessions import Sessions
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.events import EventLoop
 from shared.sim.instance import SimInstance
+from shared.sim.memory import KvMemory
 from shared.sim.request import Leg
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.wires import Wires
+from shared.sim.workload import Workload
 
 
 class Fleet:
@@ -62,6 +65,32 @@ class Fleet:
         self._sequence = 0
         self._turn = 0
         self._dispatchers: dict[int, ClusterIndex] = {}
+
+    def fill_caches(self, before: Workload) -> None:
+        """Begin with what these requests, the last ones before the run, have left in the prefix caches.
+
+        The beginning of a prompt is at an instance of each role: where most of it is already, if that is at least half
+        of it, otherwise where the least was stored for the room. Answers are where they were decoded.
+        """
+        if before.prefixes is None:
+            return
+        whole = (before.prompt_tokens // before.prefix_block_tokens).tolist()
+        answers = before.answers or ((),) * len(before)
+        for role in Role:
+            caches = [
+                _Filled(one.engines[0].memory, one.spec.kv_tokens)
+                for one in self.instances
+                if one.role is role and one.spec.lanes == 1 and one.spec.limits.prefix_cache
+            ]
+            for ids, answer, blocks in zip(before.prefixes, answers, whole, strict=True) if caches else ():
+                held = [len(one.memory.cached(ids)) for one in caches]
+                most = max(held)
+                home = caches[held.index(most)] if 2 * most >= len(ids) > 0 else min(caches, key=lambda one: one.share)
+                home.blocks += len(ids) - len(home.memory.cached(ids))
+                home.memory.remember(ids)
+                if role is Role.DECODE and answer:
+                    home.blocks += len(answer)
+                    home.memory.remember(answer, ids[blocks - 1] if 0 < blocks <= len(ids) else None)
 
     def instance(self, position: int | None) -> SimInstance:
         assert position is not None
@@ -125,6 +154,19 @@ class Fleet:
         ready = [i for i in self.instances if i.state is InstanceState.READY]
         takers = [i for i in ready if i.role is Role.PREFILL] or ready
         return bool(takers) and all(instance.full for instance in takers)
+
+
+@dataclass(slots=True)
+class _Filled:
+    """A cache that is being filled. blocks: that were stored."""
+
+    memory: KvMemory
+    kv_tokens: int
+    blocks: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.blocks / self.kv_tokens
 
 
 class PrefixFeed:

@@ -233,6 +233,20 @@ class KvMemory:
         self.trim_cache()
         return fresh
 
+    def remember(self, ids: tuple[int, ...], before: int | None = None) -> None:
+        """Hold blocks of a request that ended before the run, which follow the block `before`, as used last of all."""
+        fresh = set(self._cache.keep(ids))
+        self._cache.use(tuple(at for at in ids if at not in fresh))
+        self._cache.leave(ids)
+        if self.host is not None:
+            self.host.place(ids, before)
+        if self._watched is not None:
+            for at in ids:
+                self._watched.loaded(at, before)
+                before = at
+        self.trim_cache()
+        self.take_copied_s()
+
     def trim_cache(self) -> None:
         """Drop cached blocks whose memory was taken."""
         self._cache.trim(self.available)

@@ -223,19 +223,21 @@ def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool, blo
         order = order[np.argsort(arrival[order], kind="stable")]
     start = arrival[order[0]] if form.from_first else 0.0
     left_out = len(kept) - len(order)
-    prompts, outputs = prompt[order], output[order]
-    known = None if ids is None else tuple(ids[at] for at in order.tolist())
-    answers = None if known is None else answers_of(known, prompts, outputs, block_tokens)
-    return Workload(
+    found = Workload(
         name=Path(table.where).name + (f" ({left_out} empty requests left out)" if left_out else ""),
         arrival_s=arrival[order] - start,
-        prompt_tokens=prompts,
-        output_tokens=outputs,
-        prefixes=known,
+        prompt_tokens=prompt[order],
+        output_tokens=output[order],
         prefix_block_tokens=block_tokens,
-        answers=answers,
-        sessions=None if known is None or answers is None else sessions_of(known, answers, prompts, block_tokens),
     )
+    return found if ids is None else with_prefixes(found, tuple(ids[at] for at in order.tolist()), block_tokens)
+
+
+def with_prefixes(workload: Workload, prompts: tuple[tuple[int, ...], ...], block_tokens: int) -> Workload:
+    """The requests with the ids of their prompts' blocks, and with the answers and sessions that follow from these."""
+    answers = answers_of(prompts, workload.prompt_tokens, workload.output_tokens, block_tokens)
+    sessions = sessions_of(prompts, answers, workload.prompt_tokens, block_tokens)
+    return replace(workload, prefixes=prompts, prefix_block_tokens=block_tokens, answers=answers, sessions=sessions)
 
 
 def answers_of(

@@ -5,9 +5,11 @@ Synthetic workloads are made as whole arrays: a million requests take a fraction
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +102,25 @@ class Workload:
             sessions=self.sessions[:count] if self.sessions is not None else None,
         )
 
+    def rows(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> "Workload":
+        """These requests, in this order, with their arrivals: positions that do not decrease, or a mask."""
+        at = np.arange(len(self))[which]
+        rows: list[int] = at.tolist()
+        mix = self.mix
+        return replace(
+            self,
+            arrival_s=self.arrival_s[at],
+            prompt_tokens=self.prompt_tokens[at],
+            output_tokens=self.output_tokens[at],
+            prefixes=self.prefixes and tuple(self.prefixes[row] for row in rows),
+            answers=self.answers and tuple(self.answers[row] for row in rows),
+            mix=mix and replace(mix, class_of=mix.class_of[at], caller_of=mix.caller_of[at]),
+            sessions=self.sessions and tuple(self.sessions[row] for row in rows),
+        )
+
+    def without_prefixes(self) -> "Workload":
+        return replace(self, prefixes=None, answers=None, sessions=None)
+
     def with_arrivals(self, arrival_s: Times) -> "Workload":
         return replace(self, arrival_s=np.asarray(arrival_s, dtype=np.float64))
 
@@ -116,6 +137,31 @@ class Workload:
             return self.with_arrivals(np.arange(len(self)) / rate)
         shifted = self.arrival_s - self.arrival_s[0]
         return self.with_arrivals(shifted * ((len(self) - 1) / rate / span))
+
+
+def oracle_tokens(
+    prompts: Iterable[tuple[Sequence[int], int]],
+    block_tokens: int,
+    blocks: int | None = None,
+    answers: Iterable[Sequence[int]] | None = None,
+) -> list[int]:
+    """Tokens of each prompt that one cache for all instances would save. prompts: in order of arrival, ids of whole
+    blocks and tokens. answers: ids of the blocks that each answer fills, as far as they are known.
+
+    The cache holds every block of every prompt and answer from the moment of its arrival, before an instance has
+    computed it; of more than `blocks` (None: any number) the least recently used are forgotten. As in an engine the
+    longest run of blocks from the start counts, and the last token is always computed.
+    """
+    held, found = OrderedDict[int, None](), []
+    for (ids, tokens), answer in zip(prompts, repeat(()) if answers is None else answers, strict=False):
+        run = next((at for at, block in enumerate(ids) if block not in held), len(ids))
+        found.append(max(0, min(run * block_tokens, tokens - 1)))
+        for block in (*ids, *answer):
+            held[block] = None
+            held.move_to_end(block)
+        while blocks is not None and len(held) > blocks:
+            held.popitem(last=False)
+    return found
 
 
 HEAVY_PROMPT_TOKENS = 512  # a prompt of more is a heavy prefill (TetriInfer 5.1)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import prefix
-from benchmarks.prefix import Played, chats, live, oracle_tokens, oracles, traced, traces
+from benchmarks.prefix import Played, chats, live, oracles, traced, traces
 from benchmarks.scenarios import instances
 from shared.errors import NotFound
 from shared.sim.traces import read_trace
+from shared.sim.workload import oracle_tokens
 
 
 def test_the_oracle_finds_the_longest_run_from_the_start_of_all_that_came_before() -> None:

@@ -57,6 +57,9 @@ def plan_command(
             "with =FOLDER of its checkpoint where the engine cannot quantise. May be repeated."
         ),
     ] = [],  # noqa: B006
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Whether instances have prefix caches.")
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, lengths and random choices.")] = 1,
     out: _Out = Path("plan.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the last line is one object.")] = False,
@@ -85,6 +88,7 @@ def plan_command(
         chunk_size=chunk_size,
         seed=seed,
         quantised={name: checkpoint for name, _, checkpoint in (each.partition("=") for each in quantised)},
+        prefix_cache=prefix_cache,
     )
     answer = run_plan(PlanOptions(inventory, model, workload, slo, requests, goals, out), Console())
     if as_json:

@@ -204,7 +204,7 @@ def _instance(section: InstanceSection, worker: WorkerSettings, places: Places) 
     if _emulated(worker):
         return entry | {
             "staging_bytes": None,
-            "prefix_cache": worker.emulated_prefix_cache,
+            "prefix_cache": worker.emulated_prefix_cache and worker.pipeline_parallel == 1,
             "slowdown": worker.emulated_slowdown,
             "step_s": worker.emulated_step_s,
             "prefill_s_per_token": worker.emulated_prefill_s_per_token or 0.0,

@@ -13,7 +13,7 @@ from shared.cost.geometry import RESERVE_BYTES, UTILISATION
 from shared.cost.network import LinkEntry, NetworkEntry
 from shared.domain.instance import Role
 from shared.domain.job import FirstTokenOut, WhenFull, tight_gaps
-from shared.domain.kv import Codec
+from shared.domain.kv import SESSION_KEEP_S, SESSION_SHARE, Codec
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import describe, unknown
 from shared.files.places import Places
@@ -145,8 +145,8 @@ class InstanceEntry(_Part):
     reserves_output: bool = False
     prefix_cache: bool = False
     host_kv_bytes: Annotated[int, Field(ge=0)] = 0
-    session_keep_s: Seconds = 30.0
-    session_share: Annotated[float, Field(ge=0, le=0.9)] = 0.1
+    session_keep_s: Seconds = SESSION_KEEP_S
+    session_share: Annotated[float, Field(ge=0, le=0.9)] = SESSION_SHARE
     staging_bytes: Count | Literal["auto"] | None = None
     max_prefills: Count | None = None
     price_usd_hour: Seconds | None = None

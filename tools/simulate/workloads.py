@@ -5,7 +5,18 @@ from pathlib import Path
 
 from shared.errors import InvalidRequest
 from shared.sim.traces import BLOCK_TOKENS, read_trace
-from shared.sim.workload import ARRIVALS, CHOICES, Tetri, Workload, bursts, is_made, made
+from shared.sim.workload import (
+    ARRIVALS,
+    CHATS,
+    CHOICES,
+    TURNS_A_CHAT,
+    Tetri,
+    Workload,
+    bursts,
+    conversations,
+    is_made,
+    made,
+)
 
 DEFAULT_REQUESTS = 1000
 
@@ -41,7 +52,9 @@ def make_workload(options: WorkloadOptions) -> Workload:
 
 
 def at_rate(workload: Workload, options: WorkloadOptions, rate: float) -> Workload:
-    """The same requests at another rate."""
+    """The same requests at another rate; of synthetic chats as many as come to it, with their own pauses."""
+    if options.source == CHATS and not options.arrivals and options.cv is None:
+        return conversations(len(workload), options.seed, rate / TURNS_A_CHAT)
     name = options.arrivals or ("trace" if workload.arrival_s[-1] > workload.arrival_s[0] else "poisson")
     if name not in ARRIVALS:
         raise InvalidRequest(f"unknown arrivals {name!r}; known: {', '.join(ARRIVALS)}")

@@ -12,7 +12,9 @@ import pytest
 
 from services.launcher.cluster_file import load_cluster
 from services.planner import search_process, searches
+from services.planner.edge import SearchIn
 from services.planner.searches import ATTEMPTS
+from shared.cost.library import Library
 from shared.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from shared.wire.api.planner import PlanSearch
 from tests.services.control_plane import request, until
@@ -302,6 +304,9 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
         assert reason in failed.error
 
 
+PREFIXED = {"arrival_s": 0, "prompt_tokens": 900, "output_tokens": 1, "hash_ids": [1, 2]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -330,6 +335,12 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
         ({"workload": []}, "body.workload.requests"),
         ({"workload": [{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}]}, "workload.requests.0.prompt_tokens"),
         ({"workload": [{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": at} for at in (1, 0)]}, "request 1: arr"),
+        ({"workload": [PREFIXED, {**PREFIXED, "hash_ids": None}]}, "workload.1.hash_ids: missing"),
+        (
+            {"workload": [PREFIXED], "block_tokens": 1024},
+            "2 blocks of 1024 tokens (block_tokens) are more than the prompt's",
+        ),
+        ({"workload": [{**PREFIXED, "hash_ids": ["x"]}]}, "workload.requests.0.hash_ids.0"),
         ({"slo": {"ttfb_s": 1}}, "body.slo.ttfb_s"),
         ({"slo": {"ttft_s": 0}}, "body.slo.ttft_s"),
         ({"method": "luck"}, "unknown method 'luck'; known: best"),
@@ -349,6 +360,15 @@ async def test_what_cannot_be_asked_is_refused(tmp_path: Path, change: dict[str,
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
         assert message in answer.json()["error"]["message"]
         assert await own.client.plans() == []
+
+
+def test_requests_may_name_their_prefixes() -> None:
+    first = {"arrival_s": 0, "prompt_tokens": 250, "output_tokens": 160, "hash_ids": [1, 2, 3]}
+    turn = {"arrival_s": 9, "prompt_tokens": 450, "output_tokens": 10, "hash_ids": [1, 2, 4, 5, 6]}
+    asked = SearchIn.model_validate({**QUICK, "workload": [first, turn], "block_tokens": 100})
+    work = asked.resolved(Library.built_in(), 60.0).problem.workload
+    assert work.prefixes == ((1, 2, 3), (1, 2, 4, 5, 6))
+    assert (work.prefix_block_tokens, work.answers, work.sessions) == (100, ((4, 5), ()), ("chat-0", "chat-0"))
 
 
 async def test_no_path_is_opened(tmp_path: Path) -> None:

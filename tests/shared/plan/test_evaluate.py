@@ -8,12 +8,14 @@ import pytest
 
 from shared.domain.instance import Role
 from shared.domain.job import Slo
-from shared.plan.evaluate import TOO_MUCH, Curve, Scout, Trial, TrialProcess, helped, race, repeated
+from shared.plan.evaluate import TOO_MUCH, Curve, Scout, Trial, TrialProcess, helped, race
 from shared.plan.group import Group, Part
 from shared.plan.methods.best import best
 from shared.plan.plan import Plan
+from shared.plan.problem import repeated
 from shared.plan.search import AS_SERVED, Search, run_method
 from shared.sim.spec import RunSpec
+from shared.sim.workload import conversations
 from tests.shared.plan.problems import inventory, problem, search
 
 RNG = Random(4)
@@ -87,14 +89,28 @@ def test_a_workload_is_repeated_to_the_length_of_a_run() -> None:
     assert len(workload) == 1500
     assert (workload.prompt_tokens[:600] == workload.prompt_tokens[600:1200]).all()
     evaluator = search(PROBLEM).evaluator
-    assert len(evaluator.workload(Trial(COUPLED, 4.0, short=True))) < len(evaluator.workload(Trial(COUPLED, 4.0)))
+    short, long = (evaluator.requests(Trial(COUPLED, 4.0, short=short)).workload for short in (True, False))
+    assert len(short) < len(long)
+
+
+def test_chats_are_judged_with_the_caches_that_engines_have() -> None:
+    """What a cache holds is not computed: the same plan serves more, in trials and by the estimate."""
+    chats = conversations(600, seed=3)
+    with_caches = replace(problem(inventory(("a", "A100-SXM-80", 2))), workload=chats, longest_tokens=16_384)
+    cached, plain = (search(replace(with_caches, prefix_cache=caches)) for caches in (True, False))
+    assert cached.estimator.estimate(COUPLED.groups).goodput > 1.3 * plain.estimator.estimate(COUPLED.groups).goodput
+    trial = Trial(COUPLED, 5.0, short=True)
+    results = [found.evaluator.result(trial) for found in (cached, plain)]
+    computed = [sum(use.prefill_tokens for use in result.instances) for result in results]
+    assert computed[0] < 0.7 * computed[1]
+    assert cached.evaluator.run_trial(trial) > plain.evaluator.run_trial(trial)
 
 
 def test_runs_of_a_fast_cluster_fill_it() -> None:
     """However many requests that takes: as long as a queue at a rate too high needs to outgrow the targets."""
     fast = problem(inventory(("a", "H100-SXM", 4)), prompt=300, output=60)
     plan = Plan((Group(Role.DECODE, 1, (Part(0, 32),)),) * 4)
-    workload = search(fast).evaluator.workload(Trial(plan, 400.0))
+    workload = search(fast).evaluator.requests(Trial(plan, 400.0)).workload
     assert len(workload) > 2000
     assert workload.arrival_s[-1] > 0.9 * fast.slo.ttft_s / TOO_MUCH
 

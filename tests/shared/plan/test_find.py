@@ -5,11 +5,13 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shared.domain.policies import PolicySet
 from shared.errors import Incompatible, InvalidRequest
 from shared.plan import find
+from shared.plan.estimate import Estimator
 from shared.plan.evaluate import Evaluator, Promise
 from shared.plan.find import (
     ONE_PRECISION,
@@ -23,10 +25,10 @@ from shared.plan.find import (
     nearest,
     why,
 )
-from shared.plan.plan import Plan
+from shared.plan.plan import Plan, deployed
 from shared.plan.search import Outcome, ScoredPlan, Search, Stopped, no_report
 from shared.sim.spec import RunSpec, with_policies
-from shared.sim.workload import synthetic
+from shared.sim.workload import conversations, synthetic
 from tests.shared.plan.problems import inventory, problem, search
 
 STOCK = inventory(("a", "A100-SXM-80", 1), ("b", "A10", 1))
@@ -141,6 +143,30 @@ def test_what_a_context_cannot_hold_is_left_out() -> None:
     assert f"without 1 of 50 requests of more than {longest - 1} tokens" in fewer.name
     with pytest.raises(InvalidRequest, match="every request is longer than 50 tokens"):
         fitting(workload, 50)
+
+
+def test_what_is_left_keeps_its_prefixes_and_sessions() -> None:
+    chats = conversations(300, seed=4)
+    fewer = fitting(chats, 4_000)
+    kept = np.flatnonzero(chats.prompt_tokens + chats.output_tokens <= 4_000).tolist()
+    assert 50 < len(fewer) < 300
+    for ours, theirs in ((fewer.prefixes, chats.prefixes), (fewer.answers, chats.answers)):
+        assert ours == tuple((theirs or ())[row] for row in kept)
+    assert fewer.sessions == tuple((chats.sessions or ())[row] for row in kept)
+    assert fewer.arrival_s.tolist() == chats.arrival_s[kept].tolist()
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_prefix_caches_are_planned_with_unless_switched_off(caches: bool) -> None:
+    goals = PlanGoals(method="coupled", prefix_cache=caches, compare=False, max_model_len=16_384)
+    base = problem(STOCK)
+    one = PlanRequest.build(goals, "mine", STOCK, "Llama-3-8B", base.models, conversations(600, seed=4), base.slo)
+    assert one.problem.caches is caches
+    (outcome,) = find_plans(one, count(step=0.01).__next__, no_report)
+    estimator = Estimator(one.problem)
+    instances, _ = deployed(one.problem, outcome.plan, estimator.costs, estimator.places)
+    assert {instance.limits.prefix_cache for instance in instances} == {caches}
+    assert ("emulated_prefix_cache: false" in cluster_file(one, outcome)) is not caches
 
 
 NODES_OF_4 = inventory(("a", "A10", 4), ("b", "A10", 4), gbps=100.0)

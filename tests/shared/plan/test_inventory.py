@@ -39,7 +39,7 @@ FILE = """
 name: mine
 nodes:
   - {name: old, replicas: 2, accelerator: A10, count: 4, price_usd_hour: 0.5}
-  - {name: mixed, devices: [{accelerator: A40, count: 2}, {accelerator: L4, count: 1}]}
+  - {name: mixed, devices: [{accelerator: A40, count: 2, host_kv_bytes: 64000000000}, {accelerator: L4, count: 1}]}
 network: {between: {gbps: 25}, pairs: [{nodes: [old-0, mixed], gbps: 5}]}
 """
 
@@ -52,6 +52,7 @@ def test_a_file_and_back(tmp_path: Path) -> None:
     listed = ["4 x A10 on old-0", "4 x A10 on old-1", "2 x A40 on mixed", "1 x L4 on mixed"]
     assert list(map(str, read.pools)) == listed
     assert read.pools[0].price_usd_hour == 0.5
+    assert [pool.host_kv_bytes for pool in read.pools] == [0, 0, 64 * 10**9, 0]
     assert read.pools[2].price_usd_hour == read.pools[2].accelerator.price_usd_hour
     assert read.network.path("old-0", "mixed").bandwidth_bytes_s == 5e9 / 8
     again = tmp_path / "again.yaml"
@@ -85,6 +86,10 @@ NODES = "nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]"
     [
         ("nodes: []", r"stock\.yaml:1: nodes: at least one is needed"),
         ("nodes: [{name: a}]", "a node needs either `accelerator` or `devices`"),
+        (
+            "nodes: [{name: a, devices: [{accelerator: A10}], host_kv_bytes: 1}]",
+            "host_kv_bytes: give it to each of `devices`",
+        ),
         ("nodes: [{name: a, accelerator: A10, count: 0}]", r"nodes\.0\.count: must be greater than 0, not 0"),
         ("nodes: [{name: a, accelerator: A1O}]", r"yaml:1: nodes\.0\.accelerator: unknown .*did you mean A10"),
         ("nodes: [{name: a, accelerator: A10}, {name: a, accelerator: A10}]", r":1: nodes\.1\.name: 'a' is used twice"),

@@ -22,6 +22,7 @@ from shared.plan.problem import Problem
 from shared.plan.routes import Route
 from shared.plan.search import Search, run_method
 from shared.sim.cluster import simulate
+from shared.sim.workload import conversations
 from tests.shared.plan.problems import inventory, problem, search
 from tools.simulate.deployment import load_deployment
 
@@ -55,7 +56,7 @@ def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool
     run = replace(found.evaluator.spec(plan), streaming=False)  # emulated engines send KV when a prompt is computed
     instances, network = deployed(asked, plan, found.estimator.costs, found.estimator.places)
     read = load_deployment(written(tmp_path, asked, plan))
-    workload = found.evaluator.workload(Trial(plan, 4.0))
+    workload = found.evaluator.requests(Trial(plan, 4.0)).workload
     for one, other in zip(instances, read.instances, strict=True):
         assert one.instance_id == other.instance_id
         # The workload says nothing of prefixes and sessions.
@@ -69,6 +70,34 @@ def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool
     theirs = simulate(workload, read.instances, read.run)
     assert theirs.outcomes.completed.all()
     assert theirs.outcomes.jct_s.mean() == pytest.approx(ours.outcomes.jct_s.mean(), rel=0.02)
+
+
+def test_the_file_has_the_caches_and_host_memory_of_the_plan(tmp_path: Path) -> None:
+    pools = tuple(replace(pool, host_kv_bytes=10**10) for pool in STOCK.pools)
+    asked = replace(problem(replace(STOCK, pools=pools)), workload=conversations(300, seed=2), longest_tokens=16_384)
+    plan = Plan((Group(P, 2, (Part(1, 32),)), GROUPS[1], replace(GROUPS[3], parts=(Part(1, 16), Part(1, 16)))))
+    found = search(asked)
+    instances, _ = deployed(asked, plan, found.estimator.costs, found.estimator.places)
+    assert [one.limits.prefix_cache for one in instances] == [True, True, False]  # pipelines have none
+    hosts = [0 if one.limits.host is None else one.limits.host.tokens for one in instances]
+    assert hosts == [2 * 10**10 // 131_072, 10**10 // 131_072, 0]  # Llama-3-8B: 131,072 bytes a token
+    file = written(tmp_path, asked, plan)
+    assert [one.limits for one in load_deployment(file).instances] == [one.limits for one in instances]
+    target = Target("a plan", "Llama-3-8B", "Llama-3-8B", "vllm")
+    text = plan_text(asked, plan, found.estimator.costs, found.estimator.places, target)
+    assert [one.get("host_kv_bytes", 0) for one in yaml.safe_load(text)["instances"]] == [10**10, 10**10, 0]
+
+
+def test_the_file_switches_caches_off_where_the_plan_has_none(tmp_path: Path) -> None:
+    asked = replace(problem(STOCK, prefix_cache=False), workload=conversations(300, seed=2), longest_tokens=16_384)
+    plan = Plan(GROUPS[:2])
+    read = load_deployment(written(tmp_path, asked, plan))
+    assert not any(one.limits.prefix_cache for one in read.instances)
+    found = search(asked)
+    target = Target("a plan", "Llama-3-8B", "Llama-3-8B", "vllm")
+    text = plan_text(asked, plan, found.estimator.costs, found.estimator.places, target)
+    engine_args = [one["engine_args"] for one in yaml.safe_load(text)["instances"]]
+    assert engine_args == [{"enable_prefix_caching": False}] * 2
 
 
 def test_the_launcher_gives_each_instance_the_paths_to_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import cast
 
@@ -22,7 +23,7 @@ from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
 from shared.sim.events import EventLoop
-from shared.sim.fleet import PrefixFeed
+from shared.sim.fleet import Fleet, PrefixFeed
 from shared.sim.instance import SimInstance
 from shared.sim.memory import KvMemory
 from shared.sim.metrics import attainment
@@ -43,6 +44,42 @@ def cluster(count: int, **more: object) -> list[InstanceSpec]:
     return [instance(name, Role.PREFILL, limits=LIMITS, **more) for name in names] + [  # type: ignore[arg-type]
         instance("d", Role.DECODE, kv_tokens=200_000, limits=LIMITS)
     ]
+
+
+def test_caches_begin_with_what_came_before_the_run() -> None:
+    """Of three prompts in the memory of two, the first is forgotten; a next turn finds its prompt and answer."""
+    before = replace(
+        workload((0.0, 400, 101), (1.0, 400, 101), (2.0, 400, 101)),
+        prefixes=tuple(tuple(range(at, at + 4)) for at in (0, 10, 20)),
+        prefix_block_tokens=100,
+        answers=((4,), (14,), (24,)),
+    )
+    turn = replace(workload((0.0, 600, 2)), prefixes=((20, 21, 22, 23, 24, 25),), prefix_block_tokens=100)
+    forgotten = replace(turn, prefixes=((0, 1, 2, 3, 4, 5),))
+    node = [instance("n", Role.DECODE, kv_tokens=1_120, limits=LIMITS)]
+    run = RunSpec(policies=policies(placement=ByPrefix()))
+    computed = [simulate(work, node, run, before=before).instances[0].prefill_tokens for work in (turn, forgotten)]
+    assert computed == [100, 600]
+    assert simulate(turn, node, run).instances[0].prefill_tokens == 600
+
+
+def test_what_came_before_is_divided_among_instances_and_chats_stay_together() -> None:
+    turns = [(0, 1), (10, 11), (0, 1, 2), (10, 11, 12), (20,), (30,)]
+    before = replace(
+        workload(*((float(at), 100 * len(ids), 1) for at, ids in enumerate(turns))),
+        prefixes=tuple(turns),
+        prefix_block_tokens=100,
+    )
+    specs = [instance(name, Role.DECODE, limits=LIMITS) for name in "ab"]
+    fleet = Fleet(
+        specs, RunSpec(policies=policies(placement=ByPrefix())), EventLoop(), cast(EngineEvents, None), 100, Random(1)
+    )
+    fleet.fill_caches(before)
+    found = [[one.engines[0].memory.matched_tokens(ids) for ids in turns] for one in fleet.instances]
+    assert found == [[200, 0, 300, 0, 100, 0], [0, 200, 0, 300, 0, 100]]
+    fleet.index(0.0)
+    index = fleet.index(0.0).prefixes
+    assert [index.held_tokens(name, (10, 11, 12)) for name in "ab"] == [0, 300]
 
 
 def make_leg(prefix: tuple[int, ...], tokens: int) -> Leg:

@@ -72,6 +72,13 @@ def test_a_pipeline_holds_what_its_fullest_stage_has_room_for(tmp_path: Path) ->
     assert entry(staging_bytes=1 << 20).staging_bytes == 4 << 20
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_emulated_pipeline_has_no_prefix_cache(tmp_path: Path, stages: int) -> None:
+    defaults = {"engine": "emulated", "accelerator": "A10", "pipeline_parallel": stages}
+    entry = read_cluster(write(tmp_path, defaults))[0].instances[0]
+    assert entry.prefix_cache is (stages == 1)
+
+
 def test_settings_of_the_services(tmp_path: Path) -> None:
     gateway = {"slo": {"default": {"ttft_s": 1.5, "tpot_s": 0.05}}, "kv_codec": "int8", "max_queued_jobs": 9}
     monitor = {"role_flip_period_s": 0.5, "drain_timeout_s": 7, "broadcast_period_s": 0.2}

@@ -141,6 +141,18 @@ def test_a_trace_keeps_its_times_or_is_stretched(tmp_path: Path) -> None:
     assert not np.array_equal(poisson, bursts)
 
 
+def test_more_chats_have_the_same_pauses() -> None:
+    chats = make_workload(WorkloadOptions("chats", requests=1_500, rate=20.0))
+    assert chats.rate == pytest.approx(20.0, rel=0.2)
+    last_s: dict[str, float] = {}
+    pauses_s = []
+    for name, at_s in zip(chats.sessions or (), chats.arrival_s.tolist(), strict=True):
+        if name in last_s:
+            pauses_s.append(at_s - last_s[name])
+        last_s[name] = at_s
+    assert np.mean(pauses_s) > 15.0  # the own pattern, stretched to this rate, would have about 10 s
+
+
 def test_synthetic_workloads(tmp_path: Path) -> None:
     assert not make_workload(WorkloadOptions("azure-conv")).arrival_s.any()
     azure = make_workload(WorkloadOptions("azure-conv", requests=20_000, rate=10.0))
