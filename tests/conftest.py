@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from services.launcher.on_ray import stay_local
 from shared.cost.library import Library
-from tests.patient_loop import PatientLoops
+from tests.patience import PatientLoops
 
 stay_local()  # before any test imports Ray
 asyncio.set_event_loop_policy(PatientLoops())

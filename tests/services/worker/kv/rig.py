@@ -84,6 +84,7 @@ class Rig:
 
     folder: Path
     scheme: str = "kv"  # transport of what endpoints export
+    clock: Callable[[], float] = time.monotonic  # of leases
     generation: int = 7
     fingerprint: str = "model"
     endpoints: list[KvEndpoint] = field(default_factory=list)
@@ -112,7 +113,7 @@ class Rig:
         scheme: str = "",
         address: str = "",
         limits: PullLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         staging_bytes: int = 64 << 20,
         curve: tuple[str, str] | None = None,
         **settings: Any,
@@ -140,7 +141,7 @@ class Rig:
             faults,
             copies,
             limits or PullLimits(),
-            clock,
+            clock or self.clock,
         )
         self.endpoints.append(made)
         return made

@@ -231,7 +231,7 @@ def cut_import(rig: Rig, number: int, share: float, limits: PullLimits) -> Scrip
     """Import through a proxy that cuts at message `number`, between endpoints of its own; what passed."""
     folder = rig.folder / str(number)
     folder.mkdir()
-    own, script, kv = Rig(folder, rig.scheme), Script(number, share), model_kv(TOKENS)
+    own, script, kv = Rig(folder, rig.scheme, rig.clock), Script(number, share), model_kv(TOKENS)
     try:
         exporter, importer = own.endpoint(lease_s=4.0), own.endpoint(limits=limits)
         stage(exporter, kv, each=CHUNK)
