@@ -256,7 +256,7 @@ class TestOutput:
         self, api: Api, monkeypatch: pytest.MonkeyPatch, step: str
     ) -> None:
         monkeypatch.setattr(api.core, step, boom)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             response = await api.complete()
         assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error: ArithmeticError")
         await api.idle()

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
+from services.cluster_monitor import adapter_book, policy_book
 from services.cluster_monitor.app import create_app as monitor_app
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.app import create_app as scheduler_app
@@ -121,6 +123,8 @@ async def live_suite(
     decode: of those of d0.
     """
     async with AsyncExitStack() as stack:
+        for book in (policy_book, adapter_book):  # a disk that is busy is not what is tested
+            stack.enter_context(patch.object(book, "KEEP_S", 30.0))
         settings = MonitorSettings(
             heartbeat_address=free_address(),
             broadcast_address=free_address(),
