@@ -109,7 +109,8 @@ class Engine:
 
     async def __aenter__(self) -> "Engine":
         self._kv_events = await self._entered.enter_async_context(KvEvents(self.extra["events"]))
-        self.control = await self._entered.enter_async_context(SocketControl(self.controls, "secret", answer_s=self._answer_s))
+        control = SocketControl(self.controls, "secret", answer_s=self._answer_s)
+        self.control = await self._entered.enter_async_context(control)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
         while not self._ready.is_set():
             self._check_alive()
