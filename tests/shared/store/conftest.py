@@ -10,6 +10,13 @@ from shared.store.database import open_engine
 from tests.shared.store.postgres_server import PostgresServer, postgres_server
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that the machine pauses is not what is tested."""
+    monkeypatch.setattr("shared.store.database.CONNECT_S", 30)
+    monkeypatch.setattr("shared.store.database.STATEMENT_S", 60)
+
+
 @pytest.fixture(scope="session")
 def running_postgres() -> Iterator[PostgresServer]:
     with postgres_server() as server:
