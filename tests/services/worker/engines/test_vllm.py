@@ -6,7 +6,7 @@ import pytest
 
 from tests.services.worker.engines.own_engine import found_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
