@@ -108,7 +108,7 @@ async def serving(app: FastAPI, port: int) -> AsyncIterator[None]:
     server.install_signal_handlers = lambda: None  # type: ignore[method-assign,attr-defined]
     task = asyncio.get_running_loop().create_task(server.serve())
     try:
-        await until(lambda: server.started or task.done(), "HTTP is served", timeout_s=20)
+        await until(lambda: server.started or task.done(), "HTTP is served", timeout_s=60)
         yield
     finally:
         server.should_exit = True
@@ -139,7 +139,7 @@ async def live_suite(
             await suite.start_scheduler()
         await suite.start_instance("p0", "prefill", **changes)
         await suite.start_instance("d0", "decode", **changes, **(decode or {}))
-        await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=20)
+        await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=60)
         yield suite
 
 

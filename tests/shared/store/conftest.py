@@ -52,7 +52,7 @@ async def engine(url: str) -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], object], str], object]:
-    async def poll(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+    async def poll(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not condition():
