@@ -26,20 +26,29 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.lost_s = 0.0
+        self._thread = threading.get_ident()
         self._since_mono, self._worked_s = time.monotonic(), time.thread_time()
 
+    def look(self) -> float:
+        """The time, without that for which this turn was paused, or blocked, beyond what it computed."""
+        now_mono = time.monotonic()
+        if threading.get_ident() == self._thread:
+            late_s = now_mono - self._since_mono - (time.thread_time() - self._worked_s) - PAUSE_S
+            if late_s > 0.0:
+                self.lost_s += late_s
+                self._since_mono += late_s
+        return now_mono - self.lost_s
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Waits as usual. A turn may also have taken longer than it computed for: it was paused, or blocked."""
-        began_mono, worked_s = time.monotonic(), time.thread_time()
-        self._lose(began_mono - self._since_mono - (worked_s - self._worked_s))
+        """Waits as usual."""
+        self._thread = threading.get_ident()
+        self.look()
+        began_mono = time.monotonic()
         events = super().select(timeout)
         self._since_mono, self._worked_s = time.monotonic(), time.thread_time()
         if timeout is not None:
-            self._lose(self._since_mono - began_mono - max(0.0, timeout))
+            self.lost_s += max(0.0, self._since_mono - began_mono - max(0.0, timeout) - PAUSE_S)
         return events
-
-    def _lose(self, late_s: float) -> None:
-        self.lost_s += max(0.0, late_s - PAUSE_S)
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
@@ -50,7 +59,7 @@ class PatientLoop(asyncio.SelectorEventLoop):
         super().__init__(selector or self._turns)
 
     def time(self) -> float:
-        return super().time() - self._turns.lost_s
+        return self._turns.look()
 
     @property
     def lost_s(self) -> float:
