@@ -102,6 +102,16 @@ class LiveSuite:
             return await change_policies(monitor, change, "test", len(self.schedulers))
 
 
+async def emptied(instance: Instance) -> None:
+    """Nothing is left behind. A request that is given up keeps its blocks until the step under way has ended."""
+
+    def is_empty() -> bool:
+        stats = instance.engine.stats()
+        return instance.roles.inflight == 0 and stats.free_blocks == stats.total_blocks
+
+    await until(is_empty, "nothing is left behind")
+
+
 @asynccontextmanager
 async def serving(app: FastAPI, port: int) -> AsyncIterator[None]:
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="on"))
