@@ -109,7 +109,8 @@ class Engine:
 
     async def __aenter__(self) -> "Engine":
         self._kv_events = await self._entered.enter_async_context(KvEvents(self.extra["events"]))
-        self.control = await self._entered.enter_async_context(SocketControl(self.controls, "secret"))
+        control = SocketControl(self.controls, "secret", answer_s=self._answer_s)
+        self.control = await self._entered.enter_async_context(control)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
         while not self._ready.is_set():
             self._check_alive()
@@ -173,6 +174,10 @@ class Engine:
 
     async def abort(self, request_id: str) -> None:
         await self._send(op="abort", id=request_id)
+
+    async def hold(self, request_id: str, at: int) -> None:
+        """Have a request wait once it has given `at` tokens, for what is done to it then."""
+        await self._send(op="hold", id=request_id, at=at)
 
     async def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
         self._check_alive()

@@ -227,15 +227,20 @@ class Driver:
     def do_export_running(self, id: str, transfer_id: str, start: int, at: int, until: int) -> None:
         """What is computed of a request once it has given `at` tokens. It goes on, and waits at `until` tokens."""
 
-        def wait() -> None:
-            self.scheduler.requests[id].next_decode_eligible_step = NEVER
-
         def export() -> None:
             tokens = self.exports.export_running(id, export_of(transfer_id, start))
-            self.at_tokens[id] = (until, wait)
+            self.do_hold(id, until)
             self.send(op="answer", tokens=tokens)
 
         self.at_tokens[id] = (at, export)
+
+    def do_hold(self, id: str, at: int) -> None:
+        """A request waits once it has given `at` tokens."""
+
+        def wait() -> None:
+            self.scheduler.requests[id].next_decode_eligible_step = NEVER
+
+        self.at_tokens[id] = (at, wait)
 
     def do_leave(self, id: str, transfer_id: str, start: int, at: int) -> None:
         """A request ends once it has given `at` tokens, and its KV is exported."""
@@ -259,6 +264,7 @@ class Driver:
     def do_abort(self, id: str) -> None:
         self.client.abort_requests([id])
         self.tokens.pop(id, None)
+        self.at_tokens.pop(id, None)
 
     def do_reset(self) -> None:
         self.send(op="answer", ok=self.client.reset_prefix_cache())

@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from hypothesis import settings
 
 from services.launcher.on_ray import stay_local
 from shared.cost.library import Library
+from tests.patience import PatientLoops
 
 stay_local()  # before any test imports Ray
+asyncio.set_event_loop_policy(PatientLoops())
 
 # Machines are shared and noisy: no test is judged by its time. The same examples are drawn each time, so that a rare
 # one never fails a change that has nothing to do with it; the search for rare ones is a run of its own, `random`.

@@ -24,7 +24,7 @@ from services.launcher.up import RunningSuite, running_suite
 from tests.deploy.observability import Prometheus, need, panel_queries, prometheus, rules
 from tests.deploy.test_observability import samples
 from tests.deploy.vllm_queries import vllm_queries
-from tests.patience import patient
+from tests.patient_clusters import patient
 from tests.services.expositions import expositions
 from tests.services.test_metric_owners import complaints
 from tools.client import COMPLETIONS, ApiClient, Ask, Ending, Request, completion_body, send

@@ -23,7 +23,7 @@ from shared.domain.instance import InstanceInfo, Role
 from shared.model.adapters import digest_of
 from shared.runtime.http import METRICS_KEPT_S
 from shared.wire.api.monitor import InstanceRow
-from tests.patience import patient
+from tests.patient_clusters import patient
 from tests.tiny_models import make_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]

@@ -24,7 +24,7 @@ from gateway.job import Job
 from shared.domain.job import Generation
 from shared.domain.prompt import whole_items
 from shared.wire.messages import TokenStep
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 pytest.importorskip("torchvision", reason="vLLM's code for these models needs torchvision")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

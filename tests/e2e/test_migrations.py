@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import migrations
 from benchmarks.migrations import KINDS, moved_streams
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from benchmarks.engine_client import Engine
 from benchmarks.jobs import records
 from benchmarks.model_families import int8_copy
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, started
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TOKENS = 12

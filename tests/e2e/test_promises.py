@@ -13,7 +13,7 @@ from benchmarks.demo.report import Section
 from benchmarks.suite import started
 from services.launcher.cluster_file import CLUSTERS
 from services.launcher.up import UpOptions, cluster_of
-from tests.patience import patient
+from tests.patient_clusters import patient
 from tools.client import ApiClient, Prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

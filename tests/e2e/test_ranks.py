@@ -20,7 +20,7 @@ from benchmarks.jobs import records
 from benchmarks.model_families import FAMILIES, VOCABULARY, make_model
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from shared.domain.instance import Role
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = (40, 200, 333, 512, 90, 150, 260, 77)

@@ -20,7 +20,7 @@ from benchmarks.measuring import plain_vllm
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, SPLIT, metric, started, until_found
 from services.launcher.suite import READY_S, Suite
 from services.launcher.up import RunningSuite
-from tests.patience import patient
+from tests.patient_clusters import patient
 from tests.tiny_models import make_reasoning
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]

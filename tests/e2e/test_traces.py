@@ -17,7 +17,7 @@ from benchmarks.traces import Collector, ReceivedSpan, collecting, faults, wait
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite
-from tests.patience import patient
+from tests.patient_clusters import patient
 from tests.services.control_plane import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]

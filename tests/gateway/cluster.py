@@ -50,7 +50,7 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -62,7 +62,7 @@ async def forever(_: object = None) -> None:
 
 async def listen(server: RpcServer) -> RpcServer:
     """Start a server; libzmq frees the address of a closed socket a little later."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await server.__aenter__()
@@ -415,7 +415,7 @@ class Cluster:
     async def completes(self, max_tokens: int = 6, prompt: list[int] = PROMPT, **changes: Any) -> Job:
         """Run a job. Its client gets the tokens of an undisturbed run, each once."""
         job, steps = make_job(prompt, max_tokens, **changes)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.pipeline.run(job)
         assert tokens_of(steps) == answer(prompt, max_tokens)
         return job

@@ -46,7 +46,7 @@ async def running_api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
         async with (
             running(settings, KeyRing(())) as edge,
             listening(edge) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+            httpx.AsyncClient(base_url=server.url, timeout=60) as client,
         ):
             yield Api(client, cluster, edge, settings)
 

@@ -38,7 +38,7 @@ class Process:
         self.ready = self.receive()
 
     def receive(self) -> Any:
-        assert self.connection.poll(30)
+        assert self.connection.poll(120)
         return self.connection.recv()
 
     def ask(self, *command: Any) -> Any:
@@ -171,7 +171,7 @@ async def die_under_a_request() -> None:
     async with (
         running(settings, KeyRing(()), OneToken()) as edge,
         listening(edge) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
     ):
 
         async def die() -> None:

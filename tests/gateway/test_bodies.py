@@ -389,7 +389,8 @@ class TestThroughTheApi:
         monkeypatch.setattr(api.core, "_settings", api.core._settings.model_copy(update={"job_timeout_s": 0.3}))
         held = Held(api)
         response = await api.complete(n=6, temperature=1)
-        assert (response.status_code, len(held.prefills)) == (504, 4)
+        assert response.status_code == 504
+        assert len(held.prefills) <= 4  # fewer where a busy machine had the time pass before they were there
         await api.idle()
 
 

@@ -113,7 +113,7 @@ class TestStreams:
 
         server.engine.before = hang
         reader = await server.request(max_tokens=50)
-        await asyncio.wait_for(reached.wait(), 5)
+        await asyncio.wait_for(reached.wait(), 20)
         await until(lambda: reader._buffer)
         server.writers[0].close()
         await until(lambda: server.engine.ended)

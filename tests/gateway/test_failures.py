@@ -18,6 +18,7 @@ from shared.timeline import Span
 from shared.wire.messages import Pause, PlaceRequest, TokenStep
 from tests.gateway.cluster import PROMPT, Cluster, answer, make_job, running_cluster, tokens_of, until
 from tests.gateway.processes import remote_worker
+from tests.patience import paused_s
 
 
 def with_settings(**changes: Any) -> pytest.MarkDecorator:
@@ -51,7 +52,7 @@ async def test_a_job_without_an_instance_ends_within_its_patience(cluster: Clust
         await cluster.pipeline.run(job)
     assert (caught.value.http_status, bool(caught.value.retry_after_s), job.phase) == (503, True, Phase.FAILED)
     assert len(steps) <= 1
-    assert job.waited_s < 1.5, "it has spent its patience of 0.4 s more than once"
+    assert job.waited_s - paused_s() < 1.5, "it has spent its patience of 0.4 s more than once"
     assert case == "prefill drains" or job.attempt == 1
     if "instance" not in case and case != "prefill drains":
         assert len(cluster.prefill.prefills) == 1, "each decode instance was offered the same KV"
@@ -75,7 +76,7 @@ async def test_a_prefill_instance_without_a_dispatch_leaves_it_to_the_scheduler(
     assert [decision.kind for decision in job.timeline.decisions] == ["placement", "dispatch"]
 
 
-@with_settings(patience_s=10.0, attempts=1)
+@with_settings(patience_s=60.0, attempts=1)
 async def test_waiting_for_an_instance_that_is_gone_costs_patience_and_no_attempt(cluster: Cluster) -> None:
     await cluster.prefill.stop()
     job, steps = make_job(PROMPT, 5)
@@ -159,6 +160,7 @@ def test_progress_forgives_losses() -> None:
 # Instances that die or freeze without a message
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+TOKENS = 400  # 20 s on the instance that is lost; those that take its jobs over need no time for a token
 
 
 @SIGNALS
@@ -169,7 +171,7 @@ async def test_a_decode_instance_that_dies_or_freezes(number: signal.Signals, ca
         cluster.decodes.insert(0, remote)
         if last:
             del cluster.decodes[1:]
-        job, steps = make_job(PROMPT, 40, carry=case != "repeated")
+        job, steps = make_job(PROMPT, TOKENS, carry=case != "repeated")
         running = cluster.starts(job)
         await until(lambda: len(steps) > 5)
         remote.process.send_signal(number)
@@ -180,7 +182,7 @@ async def test_a_decode_instance_that_dies_or_freezes(number: signal.Signals, ca
         else:
             await asyncio.wait_for(running, 20)
             assert (job.attempt, len(cluster.decodes[1].decodes)) == (2, 1)
-        assert tokens_of(steps) == answer(PROMPT, len(steps) if last else 40)
+        assert tokens_of(steps) == answer(PROMPT, len(steps) if last else TOKENS)
         await until(lambda: cluster.prefill.prefills[0].transfer_id in cluster.prefill.released)
 
 
@@ -257,7 +259,7 @@ async def test_with_several_schedulers_the_decode_instance_gets_an_announcement(
     decode, reached = cluster.decodes[0], cluster.prefill.hang_at(0)
     job, _ = make_job(PROMPT, 6)
     running = cluster.starts(job)
-    await asyncio.wait_for(reached.wait(), 5)
+    await asyncio.wait_for(reached.wait(), 20)
     if "two" in request.node.name:
         await until(lambda: decode.expected)
         (expected,) = decode.expected
@@ -282,7 +284,7 @@ async def test_a_late_job_lets_jobs_pass_that_may_be_in_time(cluster: Cluster) -
     await asyncio.gather(*(cluster.completes(4) for _ in range(3)))
     assert not waits.done()
     full.clear()
-    await asyncio.wait_for(waits, 10)
+    await asyncio.wait_for(waits, 20)
     assert queue.waiting("default") == 0
 
 
@@ -309,7 +311,7 @@ async def test_a_paused_stream_continues_elsewhere_and_loses_nothing(cluster: Cl
     first, second = cluster.decodes
     first.pause_at(4, Pause(5.0))
     job = await cluster.completes(12)
-    await asyncio.wait_for(first.cancelled.wait(), 5)
+    await asyncio.wait_for(first.cancelled.wait(), 20)
     given = 4 + (split is None)  # the prefill instance gave one
     place, *_ = [place for place in cluster.places if place.job.pause_s]
     assert (place.job.pause_s, place.job.started, place.exclude) == (5.0, True, ("d0",))
@@ -368,7 +370,7 @@ async def test_a_token_that_comes_before_the_move_keeps_the_job_where_it_is(clus
         if count == 6:
             await until(lambda: len(job.tokens) == 7)
             may_move.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while not any(report.output_tokens == 7 for report in cluster.reports):
                     await cluster.reporter.flush()
                     await asyncio.sleep(0.005)
@@ -416,7 +418,7 @@ async def test_a_job_moves_at_most_so_many_times(cluster: Cluster) -> None:
     running = cluster.starts(job)
     await until(lambda: len(first.decodes) == 2 and job.call.paused is not None)
     end.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 20)
     assert tokens_of(steps) == answer(PROMPT, 30)
     assert (job.moves, len(first.decodes), len(second.decodes), job.losses) == (2, 2, 1, [])
 

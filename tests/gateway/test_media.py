@@ -57,7 +57,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api
         async with (
             running(settings, KeyRing(())) as edge,
             listening(edge) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+            httpx.AsyncClient(base_url=server.url, timeout=60) as client,
         ):
             yield Api(client, cluster, edge, settings)
 

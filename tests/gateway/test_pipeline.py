@@ -153,7 +153,8 @@ async def test_a_job_ends_with_its_deadline(cluster: Cluster) -> None:
     job, _ = make_job(PROMPT, 5, timeout_s=1.5)
     with pytest.raises(DeadlineExceeded):
         await cluster.pipeline.run(job)
-    await asyncio.wait_for(cluster.decodes[0].cancelled.wait(), 5)
+    if cluster.decodes[0].decodes:  # else a busy machine had the time pass before
+        await asyncio.wait_for(cluster.decodes[0].cancelled.wait(), 20)
 
 
 async def test_many_jobs_at_once_do_not_mix(cluster: Cluster) -> None:
@@ -205,7 +206,7 @@ async def test_cancelling_a_job_stops_its_calls_and_frees_its_kv(cluster: Cluste
     reached = decode.hang_at(3) if at == "decode" else prefill.hang_at(0)
     job, _ = make_job(PROMPT, 10)
     running = cluster.starts(job)
-    await asyncio.wait_for(reached.wait(), 5)
+    await asyncio.wait_for(reached.wait(), 20)
     if prefill.chunked:
         await until(lambda: decode.prefetched)
     running.cancel()

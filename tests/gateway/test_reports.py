@@ -172,7 +172,7 @@ async def test_each_answered_request_leaves_a_line(api: Api) -> None:
     await reached.wait()
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
-    await asyncio.wait_for(decode.cancelled.wait(), 5)
+    await asyncio.wait_for(decode.cancelled.wait(), 20)
     decode.before_token = None
     long = list(range(300, 300 + PREDICTED_FROM + 50))
     seen = load_served(str(MODEL)).seen_text

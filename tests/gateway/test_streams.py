@@ -145,7 +145,7 @@ class Front:
                     else:
                         act()
                 await settle()
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, 20)
             await settle()
         (job,) = self.script.jobs
         return Outcome(parsed(parts), job.finish_reason, len(job.tokens))

@@ -12,7 +12,7 @@ from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import resolve_model
 from services.launcher.up import running_suite
 from shared.domain.route import PolicySpec
-from tests.patience import patient
+from tests.patient_clusters import patient
 from tools.client import ApiClient, Ask
 
 POLICIES = {"placement": PolicySpec("least_load"), "split": PolicySpec("full"), "dispatch": PolicySpec("power_of_two")}

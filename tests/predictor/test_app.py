@@ -22,7 +22,7 @@ PLAIN = PredictorSettings()
 def on_disk(tmp_path: Path) -> PredictorSettings:
     """Settings with a checkpoint folder that is not empty; the `load` of the test returns the checkpoint."""
     (tmp_path / META_FILE).write_text("{}")
-    return PredictorSettings(checkpoint=tmp_path, queue_depth=1)
+    return PredictorSettings(checkpoint=tmp_path, queue_depth=1, timeout_ms=20_000)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_a_checkpoint_appears_breaks_and_disappears(serve: Any, fake: Any,
             raise BrokenCheckpoint(broken[0])
         return Loaded(fake, None)
 
-    async with serve(PredictorSettings(checkpoint=folder), load) as client:
+    async with serve(PredictorSettings(checkpoint=folder, timeout_ms=20_000), load) as client:
         folder.mkdir()
         assert (await posted(client, "/v1/model/reload"))["checkpoint"]["state"] == "missing"
         (folder / META_FILE).write_text("{}")

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from time import perf_counter
 
 import httpx
 import psutil
@@ -22,19 +21,19 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_process_starts_small_serves_and_stops(process: subprocess.Popen[str]) -> None:
-    started_mono = perf_counter()
     assert process.stderr is not None
     address = next(found[1] for line in process.stderr if (found := re.search(r"running on (http\S+)", line)))
-    with httpx.Client(base_url=address, timeout=10) as client:
+    with httpx.Client(base_url=address, timeout=60) as client:
         assert client.get("/health").json()["status"] == "ok"
         # 1.6 s and 63 MB on quiet cores; the bounds leave room for a machine under load.
-        assert perf_counter() - started_mono < 10
-        assert psutil.Process(process.pid).memory_info().rss < 150 << 20
+        started = psutil.Process(process.pid)
+        assert sum(started.cpu_times()[:2]) < 10
+        assert started.memory_info().rss < 150 << 20
         client.post("/v1/observations", json=[{"prompt_tokens": 5, "output_tokens": 250}] * 20)
         found = client.post("/v1/predict", json={"prompt": "hello"}).json()
         assert (found["bucket"], found["source"]) == (2, "observed")
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_the_service_does_not_import_torch() -> None:

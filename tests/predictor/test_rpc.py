@@ -48,11 +48,11 @@ async def test_observed_lengths_use_the_whole_prompts_length_and_the_limit() -> 
         predictor.observed.observe(2000, 410)
         predictor.observed.observe(10, 50)
     async with serving(predictor, registry) as client:
-        long = await client.call(PREDICT, PredictRequest([1, 2, 3], 1800, 900), timeout_s=10)
-        short = await client.call(PREDICT, PredictRequest([1, 2, 3], 3, 900), timeout_s=10)
+        long = await client.call(PREDICT, PredictRequest([1, 2, 3], 1800, 900), timeout_s=20)
+        short = await client.call(PREDICT, PredictRequest([1, 2, 3], 3, 900), timeout_s=20)
         assert (long.lower_tokens, long.upper_tokens, long.source) == (400, 600, "observed")
         assert (short.lower_tokens, short.upper_tokens) == (0, 200)
-        capped = await client.call(PREDICT, PredictRequest([1, 2, 3], 1800, 450), timeout_s=10)
+        capped = await client.call(PREDICT, PredictRequest([1, 2, 3], 1800, 450), timeout_s=20)
         assert capped.upper_tokens == 451
     counted = generate_latest(registry).decode()
     assert 'polyphase_predictor_latency_seconds_count{source="observed"} 3.0' in counted
@@ -67,11 +67,11 @@ async def test_the_classifier_reads_the_tokens_and_meets_the_deadline(fake: Fake
     )
     await predictor.start()
     async with serving(predictor, registry) as client:
-        found = await client.call(PREDICT, PredictRequest([1, 2], 2, 900), timeout_s=10)
+        found = await client.call(PREDICT, PredictRequest([1, 2], 2, 900), timeout_s=20)
         assert (found.bucket, found.source) == (2, "classifier")
         assert fake.seen == ["two three"]
         fake.gate.clear()
-        late = await client.call(PREDICT, PredictRequest([1, 2], 2, 900), timeout_s=0.5)
+        late = await client.call(PREDICT, PredictRequest([1, 2], 2, 900), timeout_s=1.5)
         assert (late.source, late.upper_tokens, late.model) == ("observed", 901, "")
         fake.gate.set()
     assert 'fallbacks_total{cause="deadline_exceeded"} 1.0' in generate_latest(registry).decode()
@@ -82,5 +82,5 @@ async def test_an_invalid_request_does_not_affect_the_next() -> None:
     wrong: Any = {"prompt_token_ids": "words"}
     async with serving(predictor, registry) as client:
         with pytest.raises(InvalidRequest):
-            await client.call(PREDICT, wrong, timeout_s=10)
-        assert (await client.call(PREDICT, PredictRequest([], 0, 0), timeout_s=10)).source == "observed"
+            await client.call(PREDICT, wrong, timeout_s=20)
+        assert (await client.call(PREDICT, PredictRequest([], 0, 0), timeout_s=20)).source == "observed"

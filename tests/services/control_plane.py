@@ -20,7 +20,7 @@ def sqlite(folder: Path) -> str:
     return f"sqlite:///{folder}/polyphase.db"
 
 
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """Poll until `condition` (which may be async) holds; fails with `what` after the timeout."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

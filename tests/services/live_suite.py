@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
+from services.cluster_monitor import adapter_book, policy_book
 from services.cluster_monitor.app import create_app as monitor_app
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.app import create_app as scheduler_app
@@ -100,13 +102,23 @@ class LiveSuite:
             return await change_policies(monitor, change, "test", len(self.schedulers))
 
 
+async def emptied(instance: Instance) -> None:
+    """Nothing is left behind. A request that is given up keeps its blocks until the step under way has ended."""
+
+    def is_empty() -> bool:
+        stats = instance.engine.stats()
+        return instance.roles.inflight == 0 and stats.free_blocks == stats.total_blocks
+
+    await until(is_empty, "nothing is left behind")
+
+
 @asynccontextmanager
 async def serving(app: FastAPI, port: int) -> AsyncIterator[None]:
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="on"))
     server.install_signal_handlers = lambda: None  # type: ignore[method-assign,attr-defined]
     task = asyncio.get_running_loop().create_task(server.serve())
     try:
-        await until(lambda: server.started or task.done(), "HTTP is served", timeout_s=20)
+        await until(lambda: server.started or task.done(), "HTTP is served", timeout_s=60)
         yield
     finally:
         server.should_exit = True
@@ -121,6 +133,8 @@ async def live_suite(
     decode: of those of d0.
     """
     async with AsyncExitStack() as stack:
+        for book in (policy_book, adapter_book):  # a disk that is busy is not what is tested
+            stack.enter_context(patch.object(book, "KEEP_S", 30.0))
         settings = MonitorSettings(
             heartbeat_address=free_address(),
             broadcast_address=free_address(),
@@ -135,7 +149,7 @@ async def live_suite(
             await suite.start_scheduler()
         await suite.start_instance("p0", "prefill", **changes)
         await suite.start_instance("d0", "decode", **changes, **(decode or {}))
-        await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=20)
+        await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=60)
         yield suite
 
 

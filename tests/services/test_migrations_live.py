@@ -24,7 +24,7 @@ from shared.timeline import Span
 from shared.wire.messages import TokenStep
 from tests.gateway.cluster import make_job, tokens_of
 from tests.services.control_plane import until
-from tests.services.live_suite import LiveSuite, live_suite, pipelines
+from tests.services.live_suite import LiveSuite, emptied, live_suite, pipelines
 
 PROMPT, ANSWER = 300, 20_000
 DECODE: dict[str, Any] = {"emulated_step_s": 0.004, "kv_cache_bytes": 1 << 35, "max_model_len": 32_768}
@@ -55,9 +55,7 @@ async def decoding(suite: LiveSuite, count: int) -> AsyncIterator[Made]:
         assert (job.losses, job.failed_instances) == ([], [])
         assert Span.LOST not in {span.span for span in job.timeline.spans}
     for one in suite.instances.values():
-        await until(lambda one=one: one.roles.inflight == 0, "nothing is left behind")  # type: ignore[misc]
-        stats = one.engine.stats()
-        assert stats.free_blocks == stats.total_blocks
+        await emptied(one)
 
 
 async def go_on(made: Made) -> None:

@@ -20,7 +20,7 @@ import httpx
 import yaml
 
 from services.launcher.ports import free_range
-from tests.patience import patient
+from tests.patient_clusters import patient
 from tests.structure.measure import ROOT
 
 TRACE = Path(__file__).parent / "path_trace"

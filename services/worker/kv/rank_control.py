@@ -53,11 +53,20 @@ class DirectControl:
 class SocketControl:
     """For ranks in processes of their own; enter it on the event loop that uses it."""
 
-    def __init__(self, endpoints: tuple[str, ...] | list[str], key: str, curve: tuple[str, str] | None = None) -> None:
-        """`key` is "control_key" of the connector's configuration; `curve` the cluster's pair (public, secret)."""
+    def __init__(
+        self,
+        endpoints: tuple[str, ...] | list[str],
+        key: str,
+        curve: tuple[str, str] | None = None,
+        answer_s: float = _TIMEOUT_S,
+    ) -> None:
+        """`key` is "control_key" of the connector's configuration; `curve` the cluster's pair (public, secret);
+        `answer_s` the time of a rank to answer.
+        """
         self._endpoints = tuple(endpoints)
         self._key = key
         self._curve = curve
+        self._answer_s = answer_s
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._waiting: dict[tuple[int, int], asyncio.Future[Answer]] = {}
@@ -83,7 +92,7 @@ class SocketControl:
             each.close()
         self._context.term()
 
-    async def call(self, operation: Operation, timeout_s: float = _TIMEOUT_S) -> list[RankStats]:
+    async def call(self, operation: Operation) -> list[RankStats]:
         """Raises DeadlineExceeded when a rank does not answer in time; a rank does not answer a wrong key either."""
         self._last_call += 1
         call = self._last_call
@@ -92,7 +101,7 @@ class SocketControl:
         waiting = {(rank, call): loop.create_future() for rank in range(len(self._sockets))}
         self._waiting.update(waiting)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._answer_s):
                 for each in self._sockets:
                     await each.send(message)
                 answers: list[Answer] = list(await asyncio.gather(*waiting.values()))

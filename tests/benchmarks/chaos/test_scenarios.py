@@ -26,7 +26,7 @@ from services.launcher.supervisor import StartFailed
 from shared.errors import InvalidRequest, Unavailable
 from shared.runtime.wire_version import OURS
 from shared.wire.broadcast import opened, sealed
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 EVERY = (*SCENARIOS, *TROUBLES)
 BEDS = {scenario.bed.name: scenario.bed for scenario in EVERY}

@@ -22,7 +22,7 @@ from services.cluster_monitor import verdict as policy
 from services.cluster_monitor.verdict import judge
 from shared.domain.instance import InstanceState, Role
 from shared.domain.verdict import ClassSeen, Level, Situation, Stage, Standing, Thresholds
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 ROLES = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 WINDOW_S, USERS = 20.0, 2

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.cluster_monitor import adapter_book, policy_book
 from services.cluster_monitor.app import create_app
 from services.cluster_monitor.routes import State
 from services.cluster_monitor.settings import MonitorSettings
@@ -92,8 +93,10 @@ Start = Callable[..., Any]
 
 
 @pytest.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Starts a monitor; settings may be changed by keyword."""
+    for book in (policy_book, adapter_book):  # a disk that is busy is not what is tested
+        monkeypatch.setattr(book, "KEEP_S", 20.0)
     async with AsyncExitStack() as stack:
 
         async def run(**changes: Any) -> Cluster:

@@ -213,13 +213,14 @@ async def test_instances_keep_former_weights_while_a_gateway_may_have_requests_f
 async def test_a_load_that_the_database_does_not_take_is_undone(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_book, "KEEP_S", 0.3)
     cluster = await monitored(start)
     instance = await worker(cluster, "p0")
     locked = sqlite3.connect(tmp_path / "polyphase.db", isolation_level=None, timeout=30.0, check_same_thread=False)
     await asyncio.to_thread(locked.execute, "BEGIN EXCLUSIVE")
-    with pytest.raises(Unavailable, match=r"nothing is changed: the database did not take it within 0.3 s"):
-        await cluster.client.load_adapter(SQL)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_book, "KEEP_S", 0.3)
+        with pytest.raises(Unavailable, match=r"nothing is changed: the database did not take it within 0.3 s"):
+            await cluster.client.load_adapter(SQL)
     assert instance.calls == ["load sql", f"unload {KEY}"]
     assert await Gateway(cluster).look() == set()
     locked.execute("COMMIT")

@@ -54,12 +54,12 @@ class Monitor:
 @asynccontextmanager
 async def monitors(folder: Path, *names: str) -> AsyncIterator[list[Monitor]]:
     """Waiting for the lease, in this order; none has it yet."""
-    made = []
+    made, loop = [], asyncio.get_running_loop()
     for name in names:
         store = Frail(sqlite(folder), NAME, LENGTH_S / 3)
-        lease = Lease(store, name, f"http://{name}", LENGTH_S)
-        made.append(Monitor(lease, store, asyncio.get_running_loop().create_task(lease.run())))
-    watch = asyncio.get_running_loop().create_task(_never_two(made))
+        lease = Lease(store, name, f"http://{name}", LENGTH_S, loop.time)  # it does not end while the machine pauses us
+        made.append(Monitor(lease, store, loop.create_task(lease.run())))
+    watch = loop.create_task(_never_two(made))
     try:
         yield made
         assert not watch.done() or watch.exception() is None

@@ -191,14 +191,15 @@ async def test_while_the_database_is_away_nothing_is_changed_and_what_is_followe
 async def test_a_change_that_the_database_does_not_take_is_refused_and_forgotten(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_book, "KEEP_S", 0.3)
     cluster = await recalled(start)
     before = await cluster.client.policies()
     file = tmp_path / "polyphase.db"
     locked = sqlite3.connect(file, isolation_level=None, timeout=30.0, check_same_thread=False)
     await asyncio.to_thread(locked.execute, "BEGIN EXCLUSIVE")  # the monitor ends what it is writing by this loop
-    with pytest.raises(Unavailable, match=r"nothing is changed: the database did not take it within 0.3 s"):
-        await cluster.client.set_policies({"split": HALF})
+    with monkeypatch.context() as patch:
+        patch.setattr(policy_book, "KEEP_S", 0.3)
+        with pytest.raises(Unavailable, match=r"nothing is changed: the database did not take it within 0.3 s"):
+            await cluster.client.set_policies({"split": HALF})
     assert await cluster.client.policies() == before
     locked.execute("COMMIT")
     locked.close()

@@ -96,7 +96,7 @@ async def test_who_is_in_the_file_and_never_came_is_missing(start: Start, monkey
     assert (await verdict(cluster))["counts"]["decode"]["starting"] == 1
     monkeypatch.setattr(cluster.state.judge, "_started", cluster.state.judge._started - 100.0)
     found = await verdict(cluster)
-    assert found["headline"] == "Degraded: 1 of 2 decode instances never came"
+    assert found["headline"].startswith("Degraded: 1 of 2 decode instances never came")
     assert found["problems"][0]["instances"] == ["d1"]
 
 

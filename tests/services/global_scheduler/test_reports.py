@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from shared.domain.job import JobView, LengthPrediction, Loss, Phase, Slo
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.domain.prompt import PrefixDelta
 from shared.errors import EngineFailed, InstancesLost, NotFound
+from shared.policy.demand import DemandCounter
 from shared.store.reading import read_timeline
 from shared.timeline import RequestTimeline, Span, SpanRecord
 from shared.wire.api import LostInstance
@@ -267,6 +269,14 @@ def test_the_losses_of_a_request_that_was_refused_for_them_are_told() -> None:
     assert not outcome_of(failed, Slo("chat"), 21.0).losses
 
 
+@pytest.fixture
+def counts_through_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler leaves seconds out in which it stood still: a busy machine may have it stand still here."""
+    patient = functools.partial(DemandCounter, pause_s=300.0)
+    monkeypatch.setattr("services.global_scheduler.monitor_reporter.DemandCounter", patient)
+
+
+@pytest.mark.usefixtures("counts_through_pauses")
 async def test_first_placements_are_told_by_the_second(start: Start) -> None:
     port = free_port()
     scheduler: Scheduler = await start(monitor_url=f"http://127.0.0.1:{port}")
@@ -300,6 +310,7 @@ async def test_first_placements_are_told_by_the_second(start: Start) -> None:
     assert seconds == list(range(seconds[0], seconds[0] + len(seconds)))
 
 
+@pytest.mark.usefixtures("counts_through_pauses")
 async def test_a_quiet_scheduler_tells_of_several_seconds_at_once(start: Start) -> None:
     port = free_port()
     await start(monitor_url=f"http://127.0.0.1:{port}")

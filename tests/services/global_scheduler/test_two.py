@@ -104,7 +104,7 @@ async def test_a_gateway_that_is_killed_leaves_no_open_job(start: Start) -> None
             return set("abcd") <= {**await _phases(first), **await _phases(second)}.keys()
 
         try:
-            await until(all_open, "the victim's jobs are open", timeout_s=90)
+            await until(all_open, "the victim's jobs are open", timeout_s=120)
         finally:
             victim.kill()
             await victim.wait()
@@ -215,7 +215,7 @@ class Processes:
     async def begin(self, each: Gateway, *job_ids: str) -> None:
         """Jobs on both schedulers, once both have a broadcast."""
         addresses = [one.rpc_address for one in self.settings]
-        await until(lambda: all(each.clients.to(a).connected for a in addresses), "both up", timeout_s=60)
+        await until(lambda: all(each.clients.to(a).connected for a in addresses), "both up", timeout_s=120)
 
         async def placed() -> bool:
             self.broadcast()
@@ -288,7 +288,7 @@ async def test_whichever_scheduler_is_lost_no_job_is(tmp_path: Path, victim: int
             if how is signal.SIGSTOP:  # frozen in the midst of a write it holds SQLite's lock until it thaws
                 schedulers.running[victim].send_signal(signal.SIGCONT)
                 await _forgets(schedulers, victim, one, other)
-            await until(stored, "every job's end is in the database", timeout_s=20)
+            await until(stored, "every job's end is in the database", timeout_s=60)
 
 
 async def _forgets(schedulers: Processes, victim: int, *gateways: Gateway) -> None:
@@ -300,4 +300,4 @@ async def _forgets(schedulers: Processes, victim: int, *gateways: Gateway) -> No
                 await each.reporter.flush()
             return {row.phase for row in await admin.requests(limit=1000)} <= {"completed"}
 
-        await until(nothing_open, "no ghost", timeout_s=20)
+        await until(nothing_open, "no ghost", timeout_s=60)

@@ -16,7 +16,7 @@ from gateway.auth import ApiKey, create_key
 from services.launcher.cluster_file import load_cluster
 from services.launcher.suite import Suite, until
 from services.launcher.up import running_suite
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BOUND, BURST = 6, 5

@@ -13,7 +13,7 @@ import yaml
 from services.launcher.ports import free_range
 from services.launcher.suite import POLL_S, Suite
 from tests.commands import Commands
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 START_S = 300.0
 EMULATED = {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30}

@@ -131,7 +131,7 @@ async def test_a_loss_is_proposed_for_and_carried_out_when_accepted(watching: Wa
     assert "p1 gone: " in one.why  # beside those who came just before
     assert [flip.to_role for flip in one.flips] == ["prefill"]
     assert one.then.goodput > 1.1 * one.now.goodput
-    assert one.made_s - one.noticed_s < 5.0  # a bound of sanity; the bench measures
+    assert one.made_s - one.noticed_s < 60.0  # a bound of sanity; the bench measures
     flipped = one.flips[0].instance_id
     assert cluster.workers[flipped].role is Role.DECODE, "nothing is done unasked"
     accepted = await cluster.client.accept(one.proposal_id, who="Jörg Müller")  # need not be ASCII

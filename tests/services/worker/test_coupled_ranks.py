@@ -48,7 +48,7 @@ from shared.wire.messages import (
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 LENGTHS = (1, 2, 31, 32, 33, 64, 65, 128, 200, 257, 300, 511)
 TOKENS, LONG = 12, 150
 PATIENCE_S = 60.0
@@ -87,7 +87,7 @@ class Worker:
         self.clients = self._entered.enter_context(RpcClients(Sockets()))
 
     async def ready(self) -> None:
-        await until(lambda: self.ended or "instance is ready" in self.log.read_text(), 120, "the instance")
+        await until(lambda: self.ended or "instance is ready" in self.log.read_text(), 200, "the instance")
         assert not self.ended, self.log.read_text()[-6000:]
 
     @property
@@ -254,7 +254,9 @@ async def test_a_rank_that_dies_ends_the_other_and_a_new_pair_ends_together(
     ranks: Ranks, workers: tuple[Worker, Worker, Worker]
 ) -> None:
     plain, first, second = workers
-    stream = asyncio.create_task(first.decode(prompts()[5], tokens=800))
+    stream = asyncio.create_task(
+        first.decode(prompts()[5], tokens=900)
+    )  # it does not end while a machine pauses this test
     had = first.tokens
     await until(lambda: first.tokens > had, PATIENCE_S, "tokens")
     second.signal(signal.SIGKILL)

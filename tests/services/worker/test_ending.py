@@ -19,8 +19,8 @@ from shared.wire.sockets import Sockets
 from tests.services.worker.worker_process import worker_process
 
 pytestmark = pytest.mark.slow  # vLLM is imported
-SAMPLING = msgspec.msgpack.encode(SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
-TOKENS, STEP_S = 120, 0.05
+TOKENS, STEP_S = 200, 0.05  # for longer than a machine pauses this test
+SAMPLING = msgspec.msgpack.encode(SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
 
 
 def request(name: str) -> DecodeRequest:
@@ -34,7 +34,7 @@ async def test_what_it_has_begun(tmp_path: Path, drain_s: float) -> None:
     async with worker_process(tmp_path, instance_id="d0", role="decode", drain_s=drain_s, **emulated) as worker:
         process, address = worker.process, worker.rpc
         with RpcClients(Sockets()) as clients:
-            call = clients.to(address).call(DECODE, request("first"), timeout_s=60, on_item=items.append)
+            call = clients.to(address).call(DECODE, request("first"), timeout_s=120, on_item=items.append)
             first = asyncio.create_task(call)
             await until(lambda: items, 30, "tokens")
             process.send_signal(signal.SIGTERM)
@@ -43,12 +43,12 @@ async def test_what_it_has_begun(tmp_path: Path, drain_s: float) -> None:
                     await first
                 assert sum(len(item.tokens) for item in items) < TOKENS
             else:
-                await until(lambda: "Shutting down" in worker.log.read_text(), 10, "it to have heard")
+                await until(lambda: "Shutting down" in worker.log.read_text(), 30, "it to have heard")
                 with pytest.raises(WrongRole, match="draining"):
                     await _refused(clients, address)
                 assert isinstance(await first, DecodeReply)
                 assert sum(len(item.tokens) for item in items) == TOKENS
-            await asyncio.wait_for(process.wait(), 20)
+            await asyncio.wait_for(process.wait(), 60)
     assert process.returncode in (0, -signal.SIGTERM)
 
 

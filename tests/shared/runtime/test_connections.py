@@ -68,7 +68,7 @@ class Served:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -251,7 +251,7 @@ async def port() -> AsyncIterator[int]:
     config = uvicorn.Config(app, port=0, log_config=None, http=HeaderLimitProtocol, ws="none")
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not server.started:
             await asyncio.sleep(0.01)
     yield server.servers[0].sockets[0].getsockname()[1]

@@ -10,6 +10,13 @@ from shared.store.database import open_engine
 from tests.shared.store.postgres_server import PostgresServer, postgres_server
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that the machine pauses is not what is tested."""
+    monkeypatch.setattr("shared.store.database.CONNECT_S", 30)
+    monkeypatch.setattr("shared.store.database.STATEMENT_S", 60)
+
+
 @pytest.fixture(scope="session")
 def running_postgres() -> Iterator[PostgresServer]:
     with postgres_server() as server:
@@ -45,7 +52,7 @@ async def engine(url: str) -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], object], str], object]:
-    async def poll(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+    async def poll(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not condition():

@@ -21,12 +21,13 @@ from tests.shared.store.rows import request_row
 
 Until = Callable[..., Any]
 LENGTH_S = 1.0
+PATIENCE_S = 20.0
 
 
 @pytest.fixture
 async def lease(engine: AsyncEngine, url: str) -> AsyncIterator[LeaseStore]:
     await migrate(engine)
-    store = LeaseStore(url, "monitor", 3.0)
+    store = LeaseStore(url, "monitor", PATIENCE_S)
     yield store
     await store.close()
 
@@ -124,7 +125,7 @@ async def test_who_takes_over_writes_after_what_the_one_before_it_was_writing(
     """Frozen within a transaction: it ends before or after all that the other one writes, never between."""
     old = await lease.acquire(None, "a", "", LENGTH_S)
     assert old is not None
-    others, frozen, engine = LeaseStore(url, "monitor", 3.0), open_engine(url, idle_s=0.3), open_engine(url)
+    others, frozen, engine = LeaseStore(url, "monitor", PATIENCE_S), open_engine(url, idle_s=0.3), open_engine(url)
     connection = await frozen.connect()
     assert await lease.allows(connection, old.epoch)
     new = await others.acquire(old, "b", "", LENGTH_S)
@@ -149,7 +150,7 @@ async def test_who_takes_over_writes_after_what_the_one_before_it_was_writing(
 async def test_a_frozen_writer_does_not_keep_it_from_others(lease: LeaseStore, url: str) -> None:
     old = await lease.acquire(None, "a", "", LENGTH_S)
     assert old is not None
-    frozen, other = open_engine(url, idle_s=0.3), LeaseStore(url, "monitor", 3.0)
+    frozen, other = open_engine(url, idle_s=0.3), LeaseStore(url, "monitor", PATIENCE_S)
     connection = await frozen.connect()
     assert await lease.allows(connection, old.epoch)
     taken = await other.acquire(old, "b", "", LENGTH_S)

@@ -198,7 +198,7 @@ class CallerProcess:
     async def outcome(self) -> str:
         """How its call ended: `answered`, or the code of the error."""
         assert self._child.stdout is not None
-        return (await asyncio.wait_for(self._child.stdout.readline(), 30)).decode().strip()
+        return (await asyncio.wait_for(self._child.stdout.readline(), 90)).decode().strip()
 
     def kill(self) -> None:
         self._child.kill()

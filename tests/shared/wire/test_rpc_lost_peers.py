@@ -170,7 +170,7 @@ async def test_calls_that_the_server_gave_up_fail_and_later_ones_do_not() -> Non
 async def test_the_call_of_a_killed_caller_is_cancelled_though_nothing_is_sent_to_it() -> None:
     async with connected() as rpc:
         async with caller_process(rpc.address, WAIT) as caller:
-            await asyncio.wait_for(rpc.peer.waiting.wait(), 30)
+            await asyncio.wait_for(rpc.peer.waiting.wait(), 90)
             caller.kill()
             await until(lambda: rpc.peer.gone)
             await asyncio.wait_for(rpc.peer.cancelled.wait(), 20)
@@ -203,7 +203,7 @@ async def test_a_caller_with_curve_keys_that_closes_is_reported_as_gone() -> Non
 
 async def test_a_frozen_caller_is_found_by_heartbeat_and_its_call_fails_when_it_thaws() -> None:
     async with connected() as rpc, caller_process(rpc.address, WAIT) as caller:
-        await asyncio.wait_for(rpc.peer.waiting.wait(), 30)
+        await asyncio.wait_for(rpc.peer.waiting.wait(), 90)
         caller.freeze()
         try:
             await until(lambda: rpc.peer.gone, 20)

@@ -18,7 +18,7 @@ from shared.cost.rates_file import Calibration, Kind
 from shared.domain.instance import InstanceInfo
 from shared.errors import NotFound
 from shared.wire.clients.http import WorkerAdmin
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 LINK_BYTES_S = 0.58 * 10e9 / 8

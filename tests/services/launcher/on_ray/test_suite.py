@@ -8,7 +8,7 @@ from rich.console import Console
 
 from benchmarks.demo.report import Section
 from benchmarks.deploy.ray_check import CHECKS, CLUSTER, RaySuite, place_on_ray
-from tests.patience import patient
+from tests.patient_clusters import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 EMULATED = {"engine": "emulated", "accelerator": "A10", "emulated_model": "Llama-3-8B", "emulated_step_s": 0.006}

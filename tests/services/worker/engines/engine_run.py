@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -142,12 +143,14 @@ async def turns(run: Run) -> float:
         return schedule(*given, **more)
 
     scheduler.schedule = counted
+    began_mono = time.monotonic()
     run.submit("dear again", [5], 4, guided(json=DEAR.replace("99", "98")))
     await asyncio.sleep(TURNS_S)
-    waiting = not run.ends["dear again"].done()
+    waiting, counted_s = not run.ends["dear again"].done(), time.monotonic() - began_mono
+    turns = count[0]
     run.engine.abort("dear again")
     scheduler.schedule = schedule
-    return count[0] / TURNS_S if waiting else -1.0
+    return turns / counted_s if waiting else -1.0
 
 
 async def full_staging(run: Run) -> dict[str, Any]:
@@ -174,7 +177,7 @@ async def full_staging(run: Run) -> dict[str, Any]:
     held_bytes = rank.staged_bytes
     for number in range(40):
         rank.release(f"t{number}")
-    return {"refused": stats.staging_failed, "held": held_bytes, "refusals_s": sum(spent)}
+    return {"refused": stats.staging_failed, "held": held_bytes, "refusal_s": median(spent)}
 
 
 async def seeded(run: Run) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from services.worker.settings import WorkerSettings
 from shared.runtime.logs import configure_logs
 from tests.ports import free_port
 
-PATIENCE_S = 250  # of a test, for all that its script tries
+PATIENCE_S = 600  # of a test, for all that its script tries
 Script = Callable[..., Awaitable[dict[str, Any]]]
 
 

@@ -89,10 +89,10 @@ async def local_order(run: WatchedEngine) -> dict[str, Any]:
     """Whole prompts that decode here are ordered, too, and held back by the gate."""
     run.follow(Sjf(), ReserveStatic(reserve_all=True))
     run.submit("large", make_prompt(600), 100)  # 700 of 768 tokens
-    await run.until(lambda: len(run.tokens["large"]) > 2)
     names = [f"local {length}" for length in (200, 100, 150)]
-    for name in names:
-        run.submit(name, make_prompt(int(name.split()[1])), 4)
+    async with run.stopped_at("large", 3):
+        for name in names:
+            run.submit(name, make_prompt(int(name.split()[1])), 4)
     await run.ends_of("large", *names)
     run.follow()
     return {"entered": [name for name in run.entered if name in names], "beside": [run.beside[name] for name in names]}
@@ -127,11 +127,11 @@ async def aborts(run: WatchedEngine) -> dict[str, Any]:
         run.submit("runs", make_prompt(100), 400)
         run.submit("too large", make_prompt(100), 600)
         run.submit("small", make_prompt(30), 20)
-    await run.until(lambda: len(run.tokens["runs"]) > 5)
-    held = [name for name in ("too large", "small") if name not in run.entered]
-    run.engine.abort("too large")
+    async with run.stopped_at("runs", 6):
+        held = [name for name in ("too large", "small") if name not in run.entered]
+        run.engine.abort("too large")
     await run.ends_of("small")
-    beside = not run.ends["runs"].done()
+    beside = run.ended_before("small", "runs")
     run.engine.abort("runs")
     await run.until(lambda: run.engine.stats().running == 0)
     run.follow()
@@ -144,11 +144,11 @@ async def late_prediction(run: WatchedEngine) -> dict[str, Any]:
     run.follow(Fcfs(), ReserveStatic(reserve_all=True))
     run.submit("holds", make_prompt(300), 400)  # 700 of 768 tokens
     run.submit("waits", make_prompt(60), 20)
-    await run.until(lambda: len(run.tokens["holds"]) > 5)
-    held = "waits" not in run.entered
-    run.engine.predicted("holds", LengthPrediction(0, 100, 120, 1.0, "observed"))
+    async with run.stopped_at("holds", 6):
+        held = "waits" not in run.entered
+        run.engine.predicted("holds", LengthPrediction(0, 100, 120, 1.0, "observed"))
     await run.ends_of("waits")
-    beside = not run.ends["holds"].done()
+    beside = run.ended_before("waits", "holds")
     run.engine.abort("holds")
     await run.until(lambda: run.engine.stats().running == 0)
     run.follow()
@@ -189,9 +189,9 @@ async def budget(run: WatchedEngine) -> dict[str, Any]:
         run.engine.set_policies(EnginePolicies(step_budget=step_budget))
         run.submit(f"hurry {label}", make_prompt(20), 60, slo=Slo(tpot_s=0.05))
         run.submit(f"other {label}", make_prompt(20, 1), 60, slo=Slo(tpot_s=5.0))
-        await run.until(lambda label=label: len(run.tokens[f"other {label}"]) > 2)
-        since = run.engine.steps.page("e", 1, -1, 1).next
-        run.submit(f"long {label}", make_prompt(400, 9), 3)
+        async with run.stopped_at(f"other {label}", 3):
+            since = run.engine.steps.page("e", 1, -1, 1).next
+            run.submit(f"long {label}", make_prompt(400, 9), 3)
         await run.ends_of(*(f"{who} {label}" for who in ("hurry", "other", "long")))
         steps = run.engine.steps.page("e", 1, since, 1000).steps
         found[label] = [sum(tokens for tokens, _ in step.prefill) for step in steps if step.prefill]
@@ -264,9 +264,9 @@ async def pressure(run: WatchedEngine) -> dict[str, Any]:
     before = run.preemptions
     async with run.at_once():
         run.submit("slow prompt", make_prompt(560, 9), 3)  # 18 of 24 blocks
-    await run.until(lambda: "slow prompt" in run.entered)
     asked = asked + run.tokens["one of pressure"]
-    run.submit("growing stream", asked, 250, import_from=kv, started=True)
+    async with run.stopped_at("slow prompt", 0):
+        run.submit("growing stream", asked, 250, import_from=kv, started=True)
     await run.ends_of("slow prompt", "growing stream")
     run.engine.set_chunk_size(128)
     times = {name: run.entered.count(name) for name in ("slow prompt", "growing stream")}

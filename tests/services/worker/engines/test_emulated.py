@@ -18,6 +18,7 @@ from services.worker.jobs.roles import RoleState
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, EngineModels, Stage
 from shared.cost.library import Library, bundled_geometry
+from shared.cost.step import Batch
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
@@ -86,7 +87,7 @@ async def finish(running: EmulatedEngine, *requests: EngineRequest) -> dict[str,
 
     for one in requests:
         running.submit(one, sink(one.request_id))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(event.wait() for event in ended.values()))
     return tokens
 
@@ -236,7 +237,7 @@ async def test_an_idle_pipeline_has_all_the_blocks_that_it_told_of() -> None:
     assert (told.total_blocks, stats.total_blocks, stats.free_blocks) == (6, 6, 6)
 
 
-async def test_unlike_stages_are_as_fast_as_the_simulator_has_them() -> None:
+async def test_unlike_stages_are_as_fast_as_the_simulator_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     models = EngineModels(Library.built_in(), bundled_geometry("Llama-3-8B"))
     kind = EngineKind((Stage("A10", 10), Stage("A100-SXM-80", 22)), dtype="bfloat16")
     told = {
@@ -245,10 +246,19 @@ async def test_unlike_stages_are_as_fast_as_the_simulator_has_them() -> None:
         "stage_accelerators": ("A10", "A100-SXM-80"),
         "emulated_step_s": None,
     }
+    planned, duration_s = list[float](), EmulatedEngine._duration_s
+
+    def noted(running: EmulatedEngine, batch: Batch) -> float:
+        step_s = duration_s(running, batch)
+        planned.extend([step_s] * bool(batch.decode_count))
+        return step_s
+
+    monkeypatch.setattr(EmulatedEngine, "_duration_s", noted)
     async with engine(**told) as running:
         await finish(running, request("one", 32, 12))
         took = fmean(step.seconds for step in steps(running) if step.decode_count)
-    assert took == pytest.approx(models.times(kind).decode_time_s(1, 40), rel=0.25)
+    assert fmean(planned) == pytest.approx(models.times(kind).decode_time_s(1, 40), rel=0.25)
+    assert took > 0.75 * fmean(planned)  # a busy machine has it take longer
 
 
 async def test_paths_between_nodes_take_the_ports_place() -> None:

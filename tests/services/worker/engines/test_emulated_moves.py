@@ -14,7 +14,7 @@ from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.errors import InvalidRequest
 from shared.wire.messages import TokenStep
-from tests.services.worker.engines.test_emulated import STEP_S, engine, finish, settings
+from tests.services.worker.engines.test_emulated import engine, finish, settings
 
 BLOCK = 32
 PROMPT = list(range(1, 101))  # three whole blocks
@@ -66,9 +66,10 @@ class Stream:
 
 
 async def until(fact: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    """Looks in each turn of the loop: an engine does not take two steps in one."""
+    async with asyncio.timeout(60):
         while not fact():
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(0)
 
 
 async def test_whole_blocks_of_a_prompt_are_exported_as_far_as_the_cache_has_them() -> None:

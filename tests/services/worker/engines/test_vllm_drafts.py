@@ -7,7 +7,7 @@ import pytest
 from tests.services.worker.engines.drafts_run import DRAFTED, KNOWN, OWN, kinds
 from tests.services.worker.engines.own_engine import found_by
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 Found = dict[str, Any]
 
 

@@ -22,6 +22,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sampler_goes_on_as_if_it_had_chosen_the_known_tokens(found: dict[str, Any], kind: str) -> None:
     """All of its logits up to there were disturbed, which without the known tokens leads to another answer."""
@@ -34,11 +35,13 @@ def test_the_sampler_goes_on_as_if_it_had_chosen_the_known_tokens(found: dict[st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_several_runs_beside_each_other_keep_apart(found: dict[str, Any]) -> None:
     assert found["together"] == [found["answers"]["seed and penalties"]["first"]] * 4
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_what_is_no_token_is_refused(found: dict[str, Any]) -> None:
     assert found["refused"] == "forced token ids must be 0 to 4095"
 

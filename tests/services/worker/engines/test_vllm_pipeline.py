@@ -7,7 +7,7 @@ import pytest
 from tests.services.worker.engines.own_engine import found_by
 from tests.services.worker.engines.pipeline_run import LENGTHS, TOKENS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RUN = "tests.services.worker.engines.pipeline_run"
 
 

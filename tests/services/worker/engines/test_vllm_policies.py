@@ -6,7 +6,7 @@ import pytest
 
 from tests.services.worker.engines.own_engine import found_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]
 LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]  # as `policy_run` submits them
 
 

@@ -10,7 +10,7 @@ from shared.domain.adapters import version_key
 from tests.services.worker.engines.own_engine import found_by
 from tests.tiny_models import make_adapter
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 MISSING = f"{version_key('new', '3' * 32)} failed: No adapter found for /no/such/folder"
 RUN = "tests.services.worker.engines.prefix_run"
 

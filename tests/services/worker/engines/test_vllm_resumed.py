@@ -8,7 +8,7 @@ import pytest
 from tests.services.worker.engines.own_engine import found_by
 from tests.services.worker.engines.resumed_run import AFTER, TOKENS, kinds
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 Found = dict[str, Any]
 SCRIPT = "tests.services.worker.engines.resumed_run"
 

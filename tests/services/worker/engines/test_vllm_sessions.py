@@ -19,6 +19,7 @@ def idle(said: dict[str, int], **more: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_sessions_are_kept_within_their_budget_and_yield(tmp_path: Path) -> None:
     found = found_by(RUN, tmp_path, 0.5)
     blocks = found["blocks"]

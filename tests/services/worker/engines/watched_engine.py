@@ -31,6 +31,7 @@ class WatchedEngine(Run):
         self.beside: dict[str, list[str]] = {}  # who was inside when it entered
         self.pulls: list[PullEnded] = []
         self.preemptions = self.turns = 0
+        self._stops: list[tuple[str, int, threading.Event, threading.Event]] = []
         self._watch()
 
     def _watch(self) -> None:
@@ -43,9 +44,19 @@ class WatchedEngine(Run):
 
         def turned(*given: Any, **more: Any) -> Any:
             self.turns += 1
+            self._stop()
             return schedule(*given, **more)
 
         scheduler._preempt_request, scheduler.schedule = preempted, turned
+
+    def _stop(self) -> None:  # on the engine's thread, before each step is planned
+        for stop in list(self._stops):
+            name, tokens, reached, go_on = stop
+            request = self.engine._scheduler.requests.get(name)
+            if name in self.entered and request is not None and request.num_output_tokens >= tokens:
+                self._stops.remove(stop)
+                reached.set()
+                go_on.wait(60)
 
     async def follow_events(self, events: KvEvents) -> None:
         async for event in events:
@@ -79,15 +90,32 @@ class WatchedEngine(Run):
         await asyncio.gather(*(self.end(name) for name in names))
 
     async def until(self, what: Any) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not what():
                 await asyncio.sleep(0.005)
+
+    @asynccontextmanager
+    async def stopped_at(self, name: str, tokens: int) -> AsyncIterator[None]:
+        """The engine stands still within the block, from the moment at which a request is inside with so many tokens:
+        it cannot end while the machine pauses this thread.
+        """
+        reached, go_on = threading.Event(), threading.Event()
+        self._stops.append((name, tokens, reached, go_on))
+        try:
+            await self.until(reached.is_set)
+            yield
+        finally:
+            go_on.set()
+
+    def ended_before(self, first: str, second: str) -> bool:
+        """Whether that is the order of their ends, or only the first has ended."""
+        return first in self.ended and second not in self.ended[: self.ended.index(first)]
 
     @asynccontextmanager
     async def at_once(self) -> AsyncIterator[None]:
         """All that is submitted in the block is there before the engine looks."""
         done = threading.Event()
-        self.engine._post(lambda: done.wait(30))
+        self.engine._post(lambda: done.wait(60))
         try:
             yield
         finally:

@@ -317,8 +317,9 @@ async def test_aborts_leave_nothing_behind(pair: Pair) -> None:
     before = await target.ask("levels")
     handle = source.handle("unstaged", len(text))
     waiting = asyncio.create_task(target.generate(text, 4, importing(handle), request_id="importer"))
+    await source.hold("exporter", at=8)  # it would end while the machine pauses this test
     doomed = asyncio.create_task(source.generate(text, 200, exporting("doomed"), request_id="exporter"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await target.ask("levels"))["free"] == before["free"]:
             await asyncio.sleep(0.01)
     await target.abort("importer")
@@ -327,7 +328,7 @@ async def test_aborts_leave_nothing_behind(pair: Pair) -> None:
         assert (await target.wait_event(PullEnded, "unstaged", rank)).error == "cancelled"
     await source.abort("exporter")
     await emptied(source)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await target.ask("levels"))["free"] != before["free"]:
             await asyncio.sleep(0.01)
     assert (await target.ask("levels"))["requests"] == 0
@@ -387,6 +388,6 @@ async def test_a_killed_exporter_is_recomputed(pair: Pair) -> None:
     await pair.source.generate(text, 1, exporting("orphan"))
     handle = pair.source.handle("orphan", len(text))
     pair.source.kill()
-    assert await asyncio.wait_for(pair.target.generate(text, NEW_TOKENS, importing(handle)), 25) == reference
+    assert await asyncio.wait_for(pair.target.generate(text, NEW_TOKENS, importing(handle)), 60) == reference
     (code,) = await pair.target.pulls()
     assert code in ("unreachable", "peer_lost")

@@ -13,7 +13,7 @@ from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
 def main(folder: str, scheme: str, tokens: int, address: str) -> None:
     own = Path(folder, "peer")
     own.mkdir()
-    endpoint = Rig(own, scheme).endpoint(limits=PullLimits(stall_s=1.0))
+    endpoint = Rig(own, scheme).endpoint(limits=PullLimits(stall_s=3.0))
     if address:
         capture = Capture(0, tokens)
         capture.before = lambda: print("writing", flush=True)

@@ -82,11 +82,12 @@ def test_an_importer_that_is_gone_in_mid_pull_holds_nothing_for_long(rig: Rig, h
     exporter = rig.endpoint(lease_s=0.5)
     with peer(rig, exporter.address) as importer:
         line_of(importer)  # it is up
+        wait_until(lambda: exporter.stats().serving == 1)  # a lease ends soon where nobody pulls
         stage(exporter, model_kv(64), end=32)
         while line_of(importer) != "writing":
             pass
         importer.send_signal(how)
-        wait_until(lambda: exporter.stats().serving == 0)  # it is silent for longer than the second that it named
+        wait_until(lambda: exporter.stats().serving == 0)  # it is silent for longer than it said
         wait_until(lambda: exporter.staged_bytes == 0)
 
 
@@ -231,7 +232,7 @@ def cut_import(rig: Rig, number: int, share: float, limits: PullLimits) -> Scrip
     """Import through a proxy that cuts at message `number`, between endpoints of its own; what passed."""
     folder = rig.folder / str(number)
     folder.mkdir()
-    own, script, kv = Rig(folder, rig.scheme), Script(number, share), model_kv(TOKENS)
+    own, script, kv = Rig(folder, rig.scheme, rig.clock), Script(number, share), model_kv(TOKENS)
     try:
         exporter, importer = own.endpoint(lease_s=4.0), own.endpoint(limits=limits)
         stage(exporter, kv, each=CHUNK)

@@ -115,8 +115,8 @@ def answer(listener: TcpListener, peer: bytes, parts: list[bytes]) -> None:
 async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as rank:
         port = rank.bind_to_random_port("tcp://127.0.0.1")
-        async with SocketControl((f"tcp://127.0.0.1:{port}",), KEY) as worker:
-            waiting = asyncio.create_task(worker.call(Stats(), timeout_s=10))
+        async with SocketControl((f"tcp://127.0.0.1:{port}",), KEY, answer_s=20) as worker:
+            waiting = asyncio.create_task(worker.call(Stats()))
             peer, request = await rank.recv_multipart()
             control = opened(_controls, request)
             assert isinstance(control, Control)

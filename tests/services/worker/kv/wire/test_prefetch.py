@@ -20,13 +20,13 @@ from tests.services.worker.kv.rig import KEY, TOKEN_BYTES, Clock, Rig, model_kv,
 from tests.services.worker.kv.wire.peers import Stranger, pull
 
 
-def control_of(endpoint: KvEndpoint, key: str = KEY) -> SocketControl:
-    return SocketControl((endpoint.settings.controls[0],), key)
+def control_of(endpoint: KvEndpoint, key: str = KEY, answer_s: float = 20.0) -> SocketControl:
+    return SocketControl((endpoint.settings.controls[0],), key, answer_s=answer_s)
 
 
 async def level(control: KvControl, name: str, wanted: object) -> RankStats:
     """Statistics once a level or count is what is wanted."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             (stats,) = await control.call(Stats())
             if getattr(stats, name) == wanted:
@@ -209,9 +209,9 @@ async def test_an_invalid_prefetch_is_an_error(rig: Rig, change: dict[str, objec
 async def test_control_needs_the_key_and_release_is_idempotent(rig: Rig) -> None:
     exporter = rig.endpoint()
     stage(exporter, model_kv(64))
-    async with control_of(exporter, "guess") as control:
+    async with control_of(exporter, "guess", answer_s=0.3) as control:
         with pytest.raises(DeadlineExceeded):
-            await control.call(Release("t"), timeout_s=0.3)
+            await control.call(Release("t"))
     assert exporter.staged_bytes > 0
     wait_until(lambda: exporter.stats().dropped_messages == 1)
     async with control_of(exporter) as control:
