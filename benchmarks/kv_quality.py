@@ -34,6 +34,7 @@ PROMPT_TOKENS, SCORED_TOKENS = (48, 400), 64  # of a text: the first half is the
 ROWS: dict[str, Codec | None] = {"one instance": None, **{codec.value: codec for codec in Codec}}
 PLAIN, RAW = "one instance", Codec.RAW.value  # without a transfer; exact
 INT8_PREFILL, INT8 = "int8 prefill", "int8 weights"  # mixed precision; quantised weights alone
+FLOAT_PREFILL, FLOAT = "float32 prefill", "float32"  # its KV is rounded where it is imported; without a transfer
 # ThunderServe finds perplexities within 1 % (Table 6), accuracies within 2 points (Table 2) and ROUGE of about 0.95
 # (Table 7) with 4 bits.
 PERPLEXITY, RIGHT, ROUGE = 1.01, 0.02, 0.9
@@ -65,7 +66,7 @@ class Measured:
 
 
 def run_kv_quality_bench(data: Path, texts: int = TEXTS, tasks: int = TASKS, *, weights: bool = True) -> Result:
-    """data: holds `prompt_response/`, GPTeacher's files. weights: whether quantised weights are measured, too."""
+    """data: holds `prompt_response/`, GPTeacher's files. weights: whether other precisions are measured, too."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -87,6 +88,11 @@ def run_kv_quality_bench(data: Path, texts: int = TEXTS, tasks: int = TASKS, *, 
                 measured[INT8_PREFILL] = _measure(pair, Codec.RAW, chosen, drawn, tokenizer)
             with engine_pair(**settings, **int8) as pair:
                 measured[INT8] = _measure(pair, None, chosen, drawn, tokenizer)
+            wide = {"dtype": "float32"}
+            with engine_pair(wide, **settings) as pair:
+                measured[FLOAT_PREFILL] = _measure(pair, Codec.RAW, chosen, drawn, tokenizer)
+            with engine_pair(**settings, **wide) as pair:
+                measured[FLOAT] = _measure(pair, None, chosen, drawn, tokenizer)
     return _result(measured, drawn, texts)
 
 
@@ -139,7 +145,7 @@ def _result(measured: dict[str, Measured], tasks: Sequence[Task], texts: int) ->
     aims: dict[str, Aim] = {}
     aims[f"{RAW}_answers_identical_share"] = at_least(1.0, figures[f"{RAW}_answers_identical_share"])
     lossy = [each.value for each in Codec if each.lossy]
-    for row in [*lossy, *(row for row in (INT8_PREFILL,) if row in measured)]:
+    for row in [*lossy, *(row for row in (INT8_PREFILL, FLOAT_PREFILL) if row in measured)]:
         name = row.replace(" ", "_")
         aims |= {
             f"{name}_perplexity_ratio": at_most(PERPLEXITY, measured[row].perplexity / raw.perplexity, 4),

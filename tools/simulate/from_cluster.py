@@ -40,7 +40,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         _LOG: ("log_level", "tracing"),
         _STOP: ("drain_s",),
         _SEED: ("policy_seed",),
-        _NO_FAULTS: ("hang_s", "kv_fault"),
+        _NO_FAULTS: ("hang_s", "peer_silence_s", "kv_fault"),
         "the name of the model in metrics": ("served_model_name",),
         "each data-parallel rank is simulated as an instance of its own, whose steps wait for no other's": (
             *("rank_of", "data_parallel", "data_parallel_rank", "data_parallel_port"),
@@ -56,13 +56,20 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         _LOG: ("log_level", "tracing", "decision_log", "decision_log_bytes"),
         _DATABASE: ("queue_rows", "retention_s", "retention_rows", "retention_bytes", "prune_period_s"),
         _SEED: ("policy_seed",),
-        _NO_FAULTS: ("lost_after_s",),
+        _NO_FAULTS: ("lost_after_s", "peer_silence_s"),
         "the number of timelines that are kept": ("ring_jobs",),
         "a simulation has an index of 1,000,000 blocks": ("prefix_blocks",),
     },
     MonitorSettings: {
         _LOG: ("log_level",),
-        _NO_FAULTS: ("lease_s", "silence_s", "connect_timeout_s", "rpc_timeout_s", "verify_timeout_s"),
+        _NO_FAULTS: (
+            "lease_s",
+            "silence_s",
+            "peer_silence_s",
+            "connect_timeout_s",
+            "rpc_timeout_s",
+            "verify_timeout_s",
+        ),
         _DATABASE: (
             *("queue_rows", "load_sample_s", "slo_sample_s", "served_late_s", "prune_period_s"),
             *("retention_loads_s", "retention_slo_s", "retention_flips_s", "retention_events_s", "retention_rows"),
@@ -77,7 +84,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, tuple[str, ...]]] = {
         _ADDRESS: ("host", "port"),
         _LOG: ("log_level", "tracing"),
         _STOP: ("drain_s",),
-        _NO_FAULTS: ("attempts", "loss_forgiven_tokens", "losses_at_one_token"),
+        _NO_FAULTS: ("attempts", "peer_silence_s", "loss_forgiven_tokens", "losses_at_one_token"),
         "requests of a trace have no connections": (
             *("head_timeout_s", "idle_timeout_s", "max_connections", "max_connections_an_address", "proxy_addresses"),
         ),
