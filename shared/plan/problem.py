@@ -168,14 +168,14 @@ def crowd(workload: Workload, count: int, rate: float, cache_tokens: int) -> Req
     first = min(size // 2, latest)
     span_s = float(workload.arrival_s[-1] - workload.arrival_s[0]) * size / max(1, size - 1)
     times_s, rows, numbers, past = [], [], [], []
-    for crowd in range(crowds):
-        begin = first + int((crowd * _GOLDEN) % 1.0 * (latest - first))
+    for nth in range(crowds):
+        begin = first + int((nth * _GOLDEN) % 1.0 * (latest - first))
         at = np.arange(max(0, begin - _LOOK_BACK // crowds), begin + each)
         repetition, row = np.divmod(at, size)
         seconds = repetition * span_s + workload.arrival_s[row] if span_s > 0 else at.astype(np.float64)
         times_s.append(seconds - seconds[begin - at[0]])
         rows.append(row)
-        numbers.append(crowd * (1 + count // size) + repetition)
+        numbers.append(nth * (1 + count // size) + repetition)
         past.append(at < begin)
     time_s, row, number, over = map(np.concatenate, (times_s, rows, numbers, past))
     order = np.argsort(time_s, kind="stable")
