@@ -1,8 +1,8 @@
 """Clocks for tests that stop while the machine gives the process no turn.
 
 A busy machine may pause a process for seconds. On usual clocks all timers of that time are then due at once, before the
-sockets that would have been read meanwhile: deadlines pass, peers seem silent, and heartbeats late, although nobody did
-anything wrong. On these a timer takes as long as the process could have worked.
+sockets that would have been read meanwhile: deadlines pass, peers seem silent, and heartbeats late, although no process
+did anything wrong. On these a timer takes as long as the process could have worked.
 """
 
 import asyncio

@@ -224,13 +224,7 @@ class KvMemory:
         """Keep computed blocks of a request, which follow the block `before`. Returns those that were not held yet."""
         fresh = self._cache.keep(ids)
         request.shared_ids += fresh
-        if self.host is not None:
-            self.host.place(ids, before)
-        if self._watched is not None:
-            for at in ids:
-                self._watched.loaded(at, before)
-                before = at
-        self.trim_cache()
+        self._kept(ids, before)
         return fresh
 
     def remember(self, ids: tuple[int, ...], before: int | None = None) -> None:
@@ -238,6 +232,11 @@ class KvMemory:
         fresh = set(self._cache.keep(ids))
         self._cache.use(tuple(at for at in ids if at not in fresh))
         self._cache.leave(ids)
+        self._kept(ids, before)
+        self.take_copied_s()
+
+    def _kept(self, ids: tuple[int, ...], before: int | None) -> None:
+        """The cache keeps these blocks now, which follow the block `before`."""
         if self.host is not None:
             self.host.place(ids, before)
         if self._watched is not None:
@@ -245,7 +244,6 @@ class KvMemory:
                 self._watched.loaded(at, before)
                 before = at
         self.trim_cache()
-        self.take_copied_s()
 
     def trim_cache(self) -> None:
         """Drop cached blocks whose memory was taken."""

@@ -82,7 +82,7 @@ def test_an_importer_that_is_gone_in_mid_pull_holds_nothing_for_long(rig: Rig, h
     exporter = rig.endpoint(lease_s=0.5)
     with peer(rig, exporter.address) as importer:
         line_of(importer)  # it is up
-        wait_until(lambda: exporter.stats().serving == 1)  # a lease ends soon where nobody pulls
+        wait_until(lambda: exporter.stats().serving == 1)  # a lease ends soon where no importer pulls
         stage(exporter, model_kv(64), end=32)
         while line_of(importer) != "writing":
             pass

@@ -270,7 +270,7 @@ def test_an_importer_that_is_killed_while_it_reads_holds_nothing(rig: Rig, monke
     free = memory.free_places  # type: ignore[attr-defined]
     with peer(rig, exporter.address, tokens=30_000) as importer:
         line_of(importer)  # it is up
-        wait_until(lambda: exporter.stats().serving == 1)  # a lease ends soon where nobody pulls
+        wait_until(lambda: exporter.stats().serving == 1)  # a lease ends soon where no importer pulls
         stage(exporter, model_kv(30_000))
         while line_of(importer) != "writing":
             pass
