@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 
-import msgspec
-
 from services.cluster_monitor.lease import LeaderTerm
 from services.cluster_monitor.policy_book import PolicyBook
 from services.cluster_monitor.registry import Memory, Record, Registry
@@ -29,7 +27,7 @@ from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
 SLICE = 64  # loads of a broadcast: with more of them, listeners would be busy with one for milliseconds
-SAME_S = 1.0  # an unchanged load is repeated this often: listeners then drop assignments that never arrived
+SAME_S = 1.0  # a load is repeated this often: listeners then drop assignments that never arrived
 QUIET_S = 0.5  # a cluster in which nothing changes is broadcast this often: listeners see that the monitor lives
 POLICIES_S = 2.0  # unchanged policies are repeated to instances this often
 GATHER_S = 0.05  # heartbeats of this time share a wake-up: most wait for the next broadcast anyway
@@ -111,13 +109,18 @@ class Broadcaster:
         self._schedule()
 
     def loaded(self, record: Record) -> None:
-        """The instance has reported its load, and nothing else."""
-        sent = record.sent_load
-        if sent is None or msgspec.structs.replace(record.load, time_s=sent.time_s) != sent:
+        """The instance has reported its load, and nothing else.
+
+        A load without news is sent with the next broadcast, whatever that is for: an idle cluster's once per `SAME_S`.
+        """
+        sent, load, info = record.sent_load, record.load, record.info
+        if sent is None or load.is_news(sent, info.total_blocks, info.block_size):
             self._loads[record.instance_id] = record
             self._schedule()
-        elif self._loop.time() - record.sent_mono > SAME_S:  # with the next broadcast, whatever that is for
+        elif load.inflight or self._loop.time() - record.sent_mono > SAME_S:
             self._loads[record.instance_id] = record
+            if len(self._loads) >= SLICE:
+                self.soon()
 
     def stranger(self, instance_id: str, generation: int) -> None:
         """Make an unknown process that sends heartbeats register; not while it may still be remembered."""

@@ -31,7 +31,7 @@ from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
 HEARTBEAT_S = 0.1
-SAME_S = 0.25  # an unchanged heartbeat is repeated so often: after 0.8 s of silence an instance counts as unresponsive
+SAME_S = 0.25  # a heartbeat without news is sent so often: after 0.8 s of silence an instance counts as unresponsive
 TRY_S, TRY_MAX_S = 0.1, 10.0  # between two attempts to register: at first and, doubled with each refusal, at most
 UNREACHED_MAX_S = 1.0  # at most, where no monitor answers: once one does, the cluster waits for this instance
 UNHEARD_S = 5.0  # register again after so long without a broadcast: the monitor sends one every two seconds
@@ -111,7 +111,7 @@ class Telemetry:
                 (stats.total_blocks - stats.free_blocks) * self._info.block_size, stats.waiting_tokens
             ),
             promised=self._decodes.promised,
-            busy_share=round(self._engine.steps.busy_share, 1),  # a load that differs is published
+            busy_share=round(self._engine.steps.busy_share, 2),
         )
 
     async def leave(self) -> None:
@@ -123,7 +123,7 @@ class Telemetry:
             log.info("could not take leave", reason=error.message)
 
     def beat(self) -> None:
-        """Publish a heartbeat if it differs from the last one or that is a while ago."""
+        """Publish a heartbeat if it has news or the last one is a while ago."""
         if self._leaving:
             return
         who, now_mono = self._info, time.monotonic()
@@ -140,10 +140,19 @@ class Telemetry:
             epoch=self._roles.epoch,
             adapters=self._adapters.served if who.loads_adapters else None,
         )
-        if now_mono - self._published_mono < SAME_S and _alike(beat, self._published):
+        if now_mono - self._published_mono < SAME_S and not self._has_news(beat):
             return
         self._published, self._published_mono = beat, now_mono
         self._publisher.publish(beat)
+
+    def _has_news(self, beat: Heartbeat) -> bool:
+        """Whether the heartbeat adds to the published one more than time and a load that slides."""
+        published = self._published
+        if published is None or beat.rates is not None:
+            return True
+        if msgspec.structs.replace(beat, load=published.load, rates=published.rates) != published:
+            return True
+        return beat.load.is_news(published.load, self._info.total_blocks, self._info.block_size)
 
     def monitor_seen(self) -> None:
         self._seen_mono = time.monotonic()
@@ -190,14 +199,6 @@ class Telemetry:
         wait_s = min(TRY_MAX_S if refused else UNREACHED_MAX_S, TRY_S * 2.0 ** min(self._failures, 16))
         self._failures += 1
         self._next_mono = time.monotonic() + random.uniform(wait_s / 2, wait_s)
-
-
-def _alike(beat: Heartbeat, published: Heartbeat | None) -> bool:
-    """Whether the heartbeat adds nothing to the published one: loads carry the time at which they were taken."""
-    if published is None or beat.rates is not None:
-        return False
-    load = msgspec.structs.replace(beat.load, time_s=published.load.time_s)
-    return msgspec.structs.replace(beat, load=load, rates=published.rates) == published
 
 
 class FollowedPolicies:

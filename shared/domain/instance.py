@@ -182,6 +182,11 @@ class Promised(msgspec.Struct, frozen=True, array_like=True):
     heavy: bool = False
 
 
+DRIFT = 0.02  # of an instance's capacity: a smaller change of a sliding figure waits for the next repetition
+DRIFT_OF_FREE = 0.25  # of the free KV blocks, likewise
+DRIFT_OF_TIME = 0.05  # of a share of the last seconds, likewise
+
+
 class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     """The load that an instance reports, up to every 100 ms; a list on the wire, because there are many."""
 
@@ -206,6 +211,39 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     accepted: tuple[int, ...] | None = None  # marks of recently accepted jobs; None: not reported
     promised: tuple[Promised, ...] = ()  # announced decodes that have not arrived
     busy_share: float = 0.0  # of the last seconds, the share in which steps computed prompts
+
+    def is_news(self, known: "InstanceLoad", capacity_blocks: int, block_size: int) -> bool:
+        """Whether a process that knows the load `known` needs this one at once, and not with the next repetition.
+
+        It does when a count differs, a job was accepted that `known` does not list, or a figure that slides with each
+        step moved by more than `DRIFT` of the instance's KV blocks (`capacity_blocks` of `block_size` tokens), or a
+        share of its time by more than `DRIFT_OF_TIME`. Free blocks may move by `DRIFT_OF_FREE` of what was free at
+        most, so that an instance whose memory becomes full is known as full.
+        """
+        same = msgspec.structs.replace(
+            self,
+            time_s=known.time_s,
+            context_tokens=known.context_tokens,
+            free_blocks=known.free_blocks,
+            prefill_share=known.prefill_share,
+            busy_share=known.busy_share,
+            kv_ahead=known.kv_ahead,
+            accepted=known.accepted,
+        )
+        if same != known or (self.accepted is None) != (known.accepted is None):
+            return True
+        if self.accepted != known.accepted and not set(self.accepted or ()) <= set(known.accepted or ()):
+            return True
+        blocks = DRIFT * capacity_blocks
+        tokens = blocks * block_size
+        return (
+            abs(self.free_blocks - known.free_blocks) > min(blocks, DRIFT_OF_FREE * known.free_blocks)
+            or abs(self.context_tokens - known.context_tokens) > tokens
+            or abs(self.prefill_share - known.prefill_share) > DRIFT_OF_TIME
+            or abs(self.busy_share - known.busy_share) > DRIFT_OF_TIME
+            or len(self.kv_ahead) != len(known.kv_ahead)
+            or any(abs(now - was) > tokens for now, was in zip(self.kv_ahead, known.kv_ahead, strict=True))
+        )
 
     def kv_used_share(self, total_blocks: int) -> float:
         """Share of the instance's `total_blocks` KV blocks that are in use, 0 to 1; 0 for an instance without blocks.

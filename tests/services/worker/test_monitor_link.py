@@ -57,22 +57,23 @@ class Worker:
         self.stats = EngineStats(free_blocks=10, total_blocks=10)
         self.news: Rates | None = None
         self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0, epoch=0, accepted=())
+        self.decodes = SimpleNamespace(
+            queued=0,
+            queued_tokens=0,
+            active=0,
+            heavy=0,
+            context_tokens=0,
+            inbound_tokens=0,
+            kv_ahead=lambda *_: (),
+            promised=(),
+        )
         parts: dict[str, Any] = {
             "engine": SimpleNamespace(
                 stats=lambda: self.stats, steps=SimpleNamespace(prefill_share=0.0, busy_share=0.0)
             ),
             "kv": SimpleNamespace(staged_bytes=0),
             "prefills": SimpleNamespace(queued=0, queued_tokens=0),
-            "decodes": SimpleNamespace(
-                queued=0,
-                queued_tokens=0,
-                active=0,
-                heavy=0,
-                context_tokens=0,
-                inbound_tokens=0,
-                kv_ahead=lambda *_: (),
-                promised=(),
-            ),
+            "decodes": self.decodes,
             "rates": SimpleNamespace(
                 to_publish=lambda now: self.news, chunk=SimpleNamespace(tokens=512), with_rates=lambda info: info
             ),
@@ -123,6 +124,27 @@ def test_news_are_told_with_the_next_beat(worker: Worker, what: str) -> None:
     assert worker.beat_for(0.1) == 1
     worker.news = None
     assert worker.beat_for(0.1) == 0
+
+
+def test_a_load_that_slides_is_sent_as_often_as_an_idle_one_and_as_it_then_is(worker: Worker) -> None:
+    worker.decodes.active = worker.decodes.context_tokens = 8
+    assert worker.beat_for(0.1) == 1
+    before, tokens = len(worker.beats), 0
+    for _ in range(30):
+        worker.decodes.context_tokens += 8  # of 32,000
+        tokens = worker.decodes.context_tokens
+        worker.beat_for(0.1)
+    assert 8 <= len(worker.beats) - before <= 12
+    gaps = [b.load.time_s - a.load.time_s for a, b in zip(worker.beats, worker.beats[1:], strict=False)]
+    assert max(gaps) < 0.8 / 2
+    assert tokens - worker.beats[-1].load.context_tokens <= 3 * 8
+
+
+def test_a_load_that_slides_far_is_told_with_the_next_beat(worker: Worker) -> None:
+    worker.beat_for(0.1)
+    for _ in range(5):
+        worker.decodes.context_tokens += 650  # of 32,000
+        assert worker.beat_for(0.1) == 1
 
 
 async def test_it_registers_until_the_monitor_knows_it_and_again_when_it_is_a_stranger(worker: Worker) -> None:
