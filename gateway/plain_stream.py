@@ -317,7 +317,8 @@ class Pace:
 
     An event costs more than a token: its JSON, a write to a socket, and the client's work. A process counts as busy
     when its thread computes most of the time, or is not scheduled when it wants to run because others compute.
-    Call `begin` when there are tokens again, `measure` each PERIOD_S while there are, and `end` when there are none.
+    Ask `computes` when there are tokens: while the process computes little, it is not measured. Else call `begin`, then
+    `measure` each PERIOD_S for as long as it returns true and there are tokens, and `end` when there are none.
     """
 
     def __init__(
@@ -331,11 +332,20 @@ class Pace:
     def begin(self) -> None:
         self._measured_s, self._used_before_s = self._now_s(), self._used_s()
 
+    def computes(self) -> bool:
+        """Whether the process has computed enough, in a time of at least PERIOD_S, that its load is to be measured."""
+        passed = self._now_s() - self._measured_s
+        if passed < PERIOD_S:
+            return False
+        before = self._used_before_s
+        self.begin()
+        return self._used_before_s - before >= passed * _MIN_SHARE
+
     def end(self) -> None:
         self.interval_s = 0.0
 
-    def measure(self) -> None:
-        """Adapt the interval to the load since the last measurement."""
+    def measure(self) -> bool:
+        """Adapt the interval to the load since the last measurement. Returns whether to measure again."""
         now, used = self._now_s(), self._used_s()
         passed, computed = max(now - self._measured_s, 1e-6), used - self._used_before_s
         self._measured_s, self._used_before_s = now, used
@@ -348,6 +358,7 @@ class Pace:
         elif busy < _RELAXED:
             shorter = self.interval_s / _FACTOR
             self.interval_s = shorter if shorter >= MIN_INTERVAL_S else 0.0
+        return self.interval_s > 0.0 or computed >= passed * _MIN_SHARE
 
 
 MAX_STREAMS = 128  # that a pass serves before other work has its turn
@@ -406,7 +417,7 @@ class StreamPass:
         if self._queue:
             loop.call_soon(self._run)
         self._served = True
-        if not self._measuring:
+        if not self._measuring and (self._pace.interval_s or self._pace.computes()):
             self._measuring = True
             self._pace.begin()
             loop.call_later(PERIOD_S, self._measure)
@@ -420,11 +431,10 @@ class StreamPass:
                 stream.fail(error)
 
     def _measure(self) -> None:
-        """Measure the load for as long as there are streams to serve."""
-        self._measuring = self._served or bool(self._held)
-        self._served = False
-        if not self._measuring:
+        """Measure the load for as long as there are streams to serve and the process computes for them."""
+        serves, self._served = self._served or bool(self._held), False
+        if not serves:
             self._pace.end()
-        else:
-            self._pace.measure()
+        self._measuring = serves and self._pace.measure()
+        if self._measuring:
             asyncio.get_running_loop().call_later(PERIOD_S, self._measure)

@@ -232,7 +232,7 @@ async def test_the_first_and_the_last_tokens_do_not_wait_and_are_served_once() -
 async def test_the_pace_is_measured_while_there_are_tokens_and_then_forgotten() -> None:
     serving, stream = passes(0.4), Stream(1.0, urgent=True)
     pace, looks = serving._pace, list[int]()
-    pace.measure = lambda: looks.append(1)
+    pace.measure = lambda: not looks.append(1)
     async with asyncio.timeout(10):
         while not looks:
             serving.add(stream)
@@ -241,6 +241,29 @@ async def test_the_pace_is_measured_while_there_are_tokens_and_then_forgotten() 
     count = len(looks)
     await turns()
     assert len(looks) == count
+
+
+async def test_a_process_that_computes_little_has_no_timer_for_its_pace() -> None:
+    clock, stream = Clock(), Stream(1.0)
+    serving = StreamPass(clock.pace)
+
+    async def serve(busy: float) -> bool:
+        clock.pass_period(busy, 0.01)
+        serving.add(stream)
+        await turns()
+        return serving._measuring
+
+    assert not any([await serve(0.2) for _ in range(5)])
+    assert await serve(0.3)
+    clock.pass_period(0.3, 0.01)
+    serving._measure()
+    assert serving._measuring, "it goes on while the process computes as much"
+    clock.pass_period(0.2, 0.01)
+    serving.add(stream)
+    await turns()
+    serving._measure()
+    assert not serving._measuring
+    assert await serve(0.9)
 
 
 class Clock:
@@ -254,11 +277,14 @@ class Clock:
         """The interval after each of so many periods."""
         found = []
         for _ in range(count):
-            self.now_s += PERIOD_S + late_s
-            self.used_s += PERIOD_S * busy
+            self.pass_period(busy, late_s)
             self.pace.measure()
             found.append(self.pace.interval_s)
         return found
+
+    def pass_period(self, busy: float, late_s: float = 0.0) -> None:
+        self.now_s += PERIOD_S + late_s
+        self.used_s += PERIOD_S * busy
 
 
 def test_the_interval_grows_while_the_process_is_busy() -> None:
