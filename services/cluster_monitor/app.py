@@ -151,7 +151,7 @@ async def _act(
 
     window_s, expected = min(settings.slo_windows_s), settings.expected_instances
     judge = Judge(window_s, expected, registry, history.served, demand, followers, Peers())
-    watch = Watch(lambda: judge.verdict(book.policies), events)
+    watch = Watch(lambda: judge.verdict(book.policies), judge.at_rest, events)
 
     tasks = await stack.enter_async_context(background())
     stack.callback(history.close)

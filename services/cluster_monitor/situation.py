@@ -12,7 +12,7 @@ from services.cluster_monitor.registry import Record, Registry
 from services.cluster_monitor.request_stats import Served, ServedBook, quantile, total, window_begins
 from services.cluster_monitor.slo import DemandService
 from services.cluster_monitor.verdict import judge
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceState, Role
 from shared.domain.policies import PolicySet
 from shared.domain.verdict import ClassSeen, Level, Peer, Situation, Stage, StageSeen, Standing, Thresholds, Verdict
 from shared.policy.index import queued_prefill_s
@@ -20,7 +20,8 @@ from shared.wire.api import EventKind
 
 FORGET_S = 900.0  # a silent gateway or scheduler is no longer missed after so long
 FRESH_S = 0.5  # a verdict is given again for so long
-PERIOD_S = 1.0  # between two looks for a change of the verdict
+PERIOD_S = 1.0  # between two looks for a change of the verdict, while there is work
+REST = 5  # periods between two looks in a cluster that is at rest
 STEADY = 3  # looks in a row that must agree before a change is logged: a window passes limits to and fro
 
 
@@ -106,6 +107,15 @@ class Judge:
         if self._last is None or now - self._last[0] > FRESH_S:
             self._last = now, judge(self.situation(policies), self._thresholds)
         return self._last[1]
+
+    def at_rest(self) -> bool:
+        """Whether no request runs, all instances are ready, and gateways and schedulers are heard of: then the verdict
+        changes slowly.
+        """
+        silent = (*self.peers.schedulers().values(), *self.peers.gateways().values())
+        if max(silent, default=0.0) > self._thresholds.gone_s / 2.0:
+            return False
+        return all(one.state is InstanceState.READY and not one.load.inflight for one in self._registry.all())
 
     def situation(self, policies: PolicySet) -> Situation:
         now = time.time()
@@ -219,17 +229,26 @@ _KINDS = {
 
 
 class Watch:
-    """Logs an event when the verdict's level changes, and when a problem that no instance shows begins or ends."""
+    """Logs an event when the verdict's level changes, and when a problem that no instance shows begins or ends.
 
-    def __init__(self, verdict: Callable[[], Verdict], events: Events) -> None:
+    In a cluster `at_rest`, it looks at every `REST`th step, until something differs from what was logged.
+    """
+
+    def __init__(self, verdict: Callable[[], Verdict], at_rest: Callable[[], bool], events: Events) -> None:
         self._verdict = verdict
+        self._at_rest = at_rest
+        self._rested = 0  # steps since the last look
         self._events = events
         self._level = Level.GOOD
         self._problems: dict[str, str] = {}  # that were logged, with their texts
         self._differs: dict[str, int] = {}  # for how many looks something differs from what was logged
 
     def step(self) -> None:
-        """Look once."""
+        """Look, where it is time to; to be called every `PERIOD_S`."""
+        self._rested += 1
+        if self._rested < REST and not any(self._differs.values()) and self._at_rest():
+            return
+        self._rested = 0
         verdict = self._verdict()
         level = Level.GOOD if verdict.level is Level.IDLE else verdict.level
         if self._steady("level", differs=level is not self._level):

@@ -1,8 +1,16 @@
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 
-from services.cluster_monitor.situation import FORGET_S, Peers
+from services.cluster_monitor.registry import Record
+from services.cluster_monitor.situation import FORGET_S, REST, STEADY, Judge, Peers, Watch
+from shared.domain.instance import InstanceLoad, InstanceState, Role
+from shared.domain.verdict import Level, Problem, Verdict
+from shared.wire.api import EventKind
+from tests.services.fake_worker import make_info
 
 
 @pytest.fixture
@@ -57,3 +65,75 @@ async def test_who_left_long_ago_is_forgotten(peers: Peers) -> None:
     later(peers, FORGET_S + 1.0)
     assert peers.gateways() == {}
     assert peers._left == {}
+
+
+class Watched:
+    """A watch and the cluster that it watches."""
+
+    def __init__(self) -> None:
+        self.verdict = Verdict(0.0, Level.GOOD, "Good", (), (), {}, 60.0, 0)
+        self.at_rest = True
+        self.looks = 0
+        self.noted: list[EventKind] = []
+        events = SimpleNamespace(note=lambda kind, _: self.noted.append(kind))
+        self.watch = Watch(self._look, lambda: self.at_rest, cast(Any, events))
+
+    def _look(self) -> Verdict:
+        self.looks += 1
+        return self.verdict
+
+    def steps(self, count: int) -> int:
+        """How many of so many steps look."""
+        before = self.looks
+        for _ in range(count):
+            self.watch.step()
+        return self.looks - before
+
+
+def test_a_cluster_at_rest_is_looked_at_now_and_then_and_one_at_work_at_every_step() -> None:
+    watched = Watched()
+    assert watched.steps(4 * REST) == 4
+    watched.at_rest = False
+    assert watched.steps(20) == 20
+
+
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_a_change_is_logged_when_it_lasts(at_rest: bool) -> None:
+    watched = Watched()
+    watched.steps(REST)
+    problem = Problem("gateway_gone", Level.DEGRADED, "a gateway is silent")
+    watched.verdict = msgspec.structs.replace(watched.verdict, level=Level.DEGRADED, problems=(problem,))
+    watched.at_rest = at_rest
+    first = REST if at_rest else 1
+    assert watched.steps(first) == 1
+    watched.steps(STEADY - 2)
+    assert watched.noted == []
+    watched.steps(1)
+    assert watched.noted == [EventKind.VERDICT, EventKind.GATEWAY_GONE]
+
+
+async def test_a_cluster_is_at_rest_without_work_and_with_all_processes_there() -> None:
+    record = Record(
+        info=make_info("d0", "tcp://127.0.0.1:9"),
+        role=Role.DECODE,
+        connection=None,
+        registered_s=0.0,
+        registered_mono=0.0,
+    )
+    nothing: Any = SimpleNamespace(on_gone=lambda _: None, on_change=lambda _: None, all=lambda: [record])
+    peers = Peers()
+    judge = Judge(60.0, {}, nothing, nothing, nothing, nothing, peers)
+    record.state = InstanceState.READY
+    assert judge.at_rest()
+    record.load = InstanceLoad(inflight=1)
+    assert not judge.at_rest()
+    record.load = InstanceLoad()
+    peers.update("s0", {"g0": 4.0})
+    assert judge.at_rest()
+    peers.update("s0", {"g1": 6.0})
+    assert not judge.at_rest()
+    peers.update("s0", {"g1": 0.0})
+    assert judge.at_rest()
+    for state in set(InstanceState) - {InstanceState.READY}:
+        record.state = state
+        assert not judge.at_rest()
