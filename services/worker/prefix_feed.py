@@ -1,7 +1,7 @@
 """The content of the engine's prefix cache, reported to each scheduler in blocks of the cluster's own size.
 
-A scheduler receives one snapshot, then changes, at most ten times a second. Engine blocks are converted to prefix
-blocks here; the two sizes may differ by any ratio.
+A scheduler receives one snapshot, then changes, at most ten times a second; while there are few of them, as answers
+make, twice a second. Engine blocks are converted to prefix blocks here; the two sizes may differ by any ratio.
 """
 
 import asyncio
@@ -12,10 +12,13 @@ from services.worker.engines.base import BlockName, BlocksCleared, BlocksKept, B
 from services.worker.kv import holds_exact_kv
 from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, TOKEN_BYTES, PrefixDelta, next_hash, packed, root_hash
 from shared.policy.reachable_blocks import CacheChanges, TieredBlocks
+from shared.runtime.tasks import Alarm
 from shared.wire.messages import PrefixesRequest
 from shared.wire.rpc_server import ServerCall
 
 PERIOD_S = 0.1
+FEW_S = 0.5  # between two messages while less than `MANY` blocks have changed: by fewer, a prompt saves little
+MANY = 8
 MAX_MESSAGE_BLOCKS = 8_192  # of one message: 74 KB
 
 
@@ -28,13 +31,16 @@ class PrefixFeed:
         self._generation = generation
         self._subscriptions: set[_Subscription] = set()
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._publish)
+        self._published_mono = -FEW_S
 
     def receive(self, events: Sequence[CacheEvent]) -> None:
         for event in events:
             self.held.apply(event)
-        if self._subscriptions and self._timer is None and self.held.reachable.changed:
-            self._timer = self._loop.call_later(PERIOD_S, self._publish)
+        changed = self.held.reachable.changed if self._subscriptions else 0
+        if changed:
+            soon_mono = self._loop.time() + PERIOD_S
+            self._alarm.by(soon_mono if changed >= MANY else max(soon_mono, self._published_mono + FEW_S))
 
     async def prefixes(self, _: PrefixesRequest, call: ServerCall) -> None:
         """The RPC method: lasts until the caller is gone or cancels, or its deadline has passed."""
@@ -48,11 +54,10 @@ class PrefixFeed:
             self._subscriptions.discard(subscription)
 
     def _publish(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.cancel()
         changes = self.held.reachable.take_changes()
         if any(changes):
+            self._published_mono = self._loop.time()
             for subscription in self._subscriptions:
                 subscription.publish(changes)
 

@@ -26,9 +26,9 @@ class ReachableBlocks:
         return self._reached.keys()
 
     @property
-    def changed(self) -> bool:
-        """Whether `take_changes` has anything to report."""
-        return bool(self._added or self._removed)
+    def changed(self) -> int:
+        """The number of blocks that `take_changes` has to report."""
+        return len(self._added) + len(self._removed)
 
     def holds(self, block: int) -> bool:
         """Whether it was added, even if it cannot be hit."""
@@ -127,9 +127,9 @@ class TieredBlocks:
         return self.every.blocks
 
     @property
-    def changed(self) -> bool:
-        """Whether `take_changes` has anything to report."""
-        return self.every.changed or self.device.changed
+    def changed(self) -> int:
+        """The number of changes that `take_changes` has to report; of either tier, where there are two."""
+        return self.every.changed + self.device.changed if self.tiered else self.every.changed
 
     def loaded(self, block: int, parent: int | None) -> None:
         """The accelerator holds the block: it was computed, or comes from host memory."""

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from services.worker import prefix_feed
 from services.worker.engines.base import BlocksCleared, BlocksKept, BlocksRemoved, BlocksStored
 from services.worker.kv import lossy_salt
-from services.worker.prefix_feed import HeldPrefixes, PrefixFeed
+from services.worker.prefix_feed import FEW_S, MANY, PERIOD_S, HeldPrefixes, PrefixFeed
 from shared.domain.prompt import BLOCK_TOKENS, MediaItem, PrefixDelta, begun_in, block_hashes
 from shared.policy.prefix_index import PrefixIndex
 from shared.wire.messages import PrefixesRequest
@@ -221,12 +222,29 @@ async def test_changes_of_a_while_are_one_message_and_silence_costs_nothing() ->
         await until(lambda: len(caller.items) == 2, "a delta")
         assert asyncio.get_running_loop().time() - began_mono > 0.09
         assert caller.items[1] == PrefixDelta(7, 1, added=list(block_hashes(PROMPT[: 4 * BLOCK_TOKENS])))
-        assert feed._timer is None
+        assert feed._alarm._timer is None
         feed.receive([BlocksRemoved([99])])
-        feed.receive([stored(4, 5), BlocksRemoved([4])])  # comes and goes between two messages
-        if feed._timer is not None:
-            await until(lambda: feed._timer is None, "the time of the next message")
+        feed.receive([stored(4, 5)])
+        feed.receive([BlocksRemoved([4])])  # it came and went between two messages
+        await until(lambda: feed._alarm._timer is None, "the time of the next message")
         assert len(caller.items) == 2
+
+
+async def test_few_changes_wait_longer_for_others_than_many() -> None:
+    feed, now_mono, alarms = PrefixFeed(7), [100.0], list[float]()
+    feed._loop = cast(Any, SimpleNamespace(time=lambda: now_mono[0], create_future=feed._loop.create_future))
+    feed._alarm = cast(Any, SimpleNamespace(by=alarms.append, cancel=lambda: None))
+    async with calling(feed) as caller:
+        feed.receive([stored(0, 1)])  # the first after a while: as soon as many would be
+        assert alarms == [100.1]
+        now_mono[0] = 100.1
+        feed._publish()
+        now_mono[0] = 100.2
+        feed.receive([stored(1, 2)])
+        feed.receive([stored(2, 1 + MANY)])
+        assert alarms[1:] == [100.1 + FEW_S, 100.2 + PERIOD_S]
+        feed._publish()
+        assert caller.held == 1 + MANY
 
 
 async def test_it_says_which_blocks_lie_in_host_memory() -> None:
@@ -267,7 +285,7 @@ async def test_who_comes_late_gets_all_and_then_the_same_as_the_others() -> None
         await until(lambda: early.held == 6, "who stays hears on")
         assert late.held == 3
     feed.receive([BlocksRemoved([5])])
-    assert feed._timer is None  # nobody listens
+    assert feed._alarm._timer is None  # nobody listens
     async with calling(feed) as again:
         assert again.held == 5
 
