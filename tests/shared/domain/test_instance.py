@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.domain.instance import DRIFT, DRIFT_OF_FREE, InstanceLoad, KvComponent, KvGeometry, KvKind, Promised
 
@@ -117,3 +119,30 @@ def test_an_instance_is_never_taken_for_one_with_room_when_it_is_full() -> None:
         assert not is_news(known, free_blocks=free - int(most))
     full = msgspec.structs.replace(KNOWN, free_blocks=0)
     assert is_news(full, free_blocks=1)
+
+
+moves = st.lists(
+    st.tuples(st.integers(-60, 60), st.integers(-900, 900), st.sampled_from([0, 0, 0, 1, -1])), min_size=1, max_size=60
+)
+
+
+@given(moves)
+def test_what_schedulers_know_is_wrong_by_a_bound_at_most(moved: list[tuple[int, int, int]]) -> None:
+    """An instance looks every 0.1 s, and repeats itself after 0.3 s; the monitor does after 0.5 s."""
+    actual = published = sent = KNOWN
+    published_at = sent_at = 0
+    for tick, (blocks, tokens, jobs) in enumerate(moved, 1):
+        actual = msgspec.structs.replace(
+            actual,
+            free_blocks=min(BLOCKS, max(0, actual.free_blocks + blocks)),
+            context_tokens=max(0, actual.context_tokens + tokens),
+            decoding=max(0, actual.decoding + jobs),
+        )
+        if actual.is_news(published, BLOCKS, SIZE) or tick - published_at >= 3:
+            published, published_at = actual, tick
+        if published.is_news(sent, BLOCKS, SIZE) or tick - sent_at >= 5:
+            sent, sent_at = published, tick
+        assert sent.decoding == actual.decoding
+        assert abs(sent.free_blocks - actual.free_blocks) <= 2 * DRIFT * BLOCKS
+        assert abs(sent.context_tokens - actual.context_tokens) <= 2 * DRIFT * BLOCKS * SIZE
+        assert bool(sent.free_blocks) == bool(actual.free_blocks)
