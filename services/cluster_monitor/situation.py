@@ -22,6 +22,7 @@ FORGET_S = 900.0  # a silent gateway or scheduler is no longer missed after so l
 FRESH_S = 0.5  # a verdict is given again for so long
 PERIOD_S = 1.0  # between two looks for a change of the verdict, while there is work
 REST = 5  # periods between two looks in a cluster that is at rest
+_NEARLY = 0.8  # of the silence of a process that is gone; idle ones are silent for up to 7 s
 STEADY = 3  # looks in a row that must agree before a change is logged: a window passes limits to and fro
 
 
@@ -113,7 +114,7 @@ class Judge:
         changes slowly.
         """
         silent = (*self.peers.schedulers().values(), *self.peers.gateways().values())
-        if max(silent, default=0.0) > self._thresholds.gone_s / 2.0:
+        if max(silent, default=0.0) > _NEARLY * self._thresholds.gone_s:
             return False
         return all(one.state is InstanceState.READY and not one.load.inflight for one in self._registry.all())
 
