@@ -58,6 +58,7 @@ def create_app(settings: MonitorSettings) -> FastAPI:
         app.state.leadership = leadership
         async with AsyncExitStack() as stack:
             wires = Wires(stack, settings)
+            (await stack.enter_async_context(background())).start("heartbeats", wires.run())
             if settings.lease_s:
                 await _act_in_terms(stack, settings, leadership, wires, file)
             else:
@@ -133,7 +134,7 @@ async def _act(
     )
     broadcaster = Broadcaster(settings, registry, book, wires.publisher, memory, term)
     stack.callback(broadcaster.close)
-    beats = Heartbeats(registry, memory, broadcaster, settings.broadcast_period_s)
+    beats = Heartbeats(registry, memory, broadcaster, settings)
     stack.enter_context(wires.handing_to(beats))
     metrics.register(ClusterCollector(registry, beats, broadcaster, slo, wires.subscriber))
 
@@ -159,7 +160,6 @@ async def _act(
     tasks.start("recall", _recall(settings, store, engine, registry, memory, operation_log, events))
     tasks.start("recall policies", _recall_kept("policies", store, lambda: book.recall(engine)))
     tasks.start("recall adapters", _recall_kept("adapters", store, lambda: adapters.recall(engine)))
-    tasks.start("silence", beats.watch())
     tasks.every("policies", settings.prune_period_s, book.keep_again)
     if settings.lora.allow_runtime_updating:
         tasks.every("adapters", RECONCILE_S, adapters.reconcile)

@@ -20,7 +20,7 @@ from shared.domain.instance import ClusterView, InstanceState
 from shared.domain.policies import PolicySet
 from shared.errors import PolyphaseError, Standby
 from shared.runtime.logs import get_log
-from shared.runtime.tasks import Alarm
+from shared.runtime.tasks import Alarm, until_next
 from shared.wire.broadcast import POLICIES, WHOLE, ClusterPublisher, Subscriber
 from shared.wire.messages import Heartbeat
 from shared.wire.sockets import Sockets
@@ -30,9 +30,13 @@ SLICE = 64  # loads of a broadcast: with more of them, listeners would be busy w
 SAME_S = 1.0  # a load is repeated this often: listeners then drop assignments that never arrived
 QUIET_S = 0.5  # a cluster in which nothing changes is broadcast this often: listeners see that the monitor lives
 POLICIES_S = 2.0  # unchanged policies are repeated to instances this often
-GATHER_S = 0.05  # heartbeats of this time share a wake-up: most wait for the next broadcast anyway
-LEAST_S = 0.01  # between two looks for silence
-_ALMOST = 0.9  # timers may fire a moment early
+READ_S = 0.1  # between two reads of heartbeats: those in between share a wake-up, and a broadcast
+REST_S = 0.25  # between two reads in a cluster at rest
+RESTED_S = 1.0  # a cluster without news for so long is at rest
+BATCH = 32  # heartbeats that are worth a wake-up: more at once would delay other callbacks
+SOME = 128  # heartbeats handled before other callbacks of the loop have their turn
+_SILENCES = 3  # reads within the silence of an instance that is unresponsive, at least
+_ALMOST = 0.9  # of a period: timers may fire a moment early
 
 
 class Broadcaster:
@@ -108,19 +112,22 @@ class Broadcaster:
         self._changed[record.instance_id] = record
         self._schedule()
 
-    def loaded(self, record: Record) -> None:
+    def loaded(self, record: Record) -> bool:
         """The instance has reported its load, and nothing else.
 
         A load without news is sent with the next broadcast, whatever that is for: an idle cluster's once per `SAME_S`.
+        Returns whether the load has news.
         """
         sent, load, info = record.sent_load, record.load, record.info
         if sent is None or load.is_news(sent, info.total_blocks, info.block_size):
             self._loads[record.instance_id] = record
             self._schedule()
-        elif load.inflight or self._loop.time() - record.sent_mono > SAME_S:
+            return True
+        if load.inflight or self._loop.time() - record.sent_mono > SAME_S:
             self._loads[record.instance_id] = record
             if len(self._loads) >= SLICE:
                 self.soon()
+        return False
 
     def stranger(self, instance_id: str, generation: int) -> None:
         """Make an unknown process that sends heartbeats register; not while it may still be remembered."""
@@ -136,9 +143,9 @@ class Broadcaster:
         if not self.loud:
             self._alarm.by(now + self._period_s)
             return
-        self._alarm.by(now + self._quiet_s)
+        self._alarm.by(now + until_next(self._quiet_s))
         policies = self._book.policies if self._book.policies != self._sent_policies else None
-        if self._changed or self._loads or policies or now - self._sent_mono >= _ALMOST * self._quiet_s:
+        if self._changed or self._loads or policies or now - self._sent_mono >= self._quiet_s / 2:
             self._sent_mono = now
             self.sequence += 1
             self._publisher.change(self._delta(policies))
@@ -176,7 +183,8 @@ class Broadcaster:
         )
 
     def _schedule(self) -> None:
-        if len(self._loads) + len(self._changed) >= SLICE:
+        due_mono = self._published_mono + _ALMOST * self._period_s
+        if len(self._loads) + len(self._changed) >= SLICE or self._loop.time() >= due_mono:
             self.soon()
         else:
             self._alarm.by(self._published_mono + self._period_s)
@@ -191,12 +199,15 @@ class Heartbeats:
     heartbeat is counted in `ignored`.
     """
 
-    def __init__(self, registry: Registry, memory: Memory, broadcaster: Broadcaster, period_s: float) -> None:
+    def __init__(self, registry: Registry, memory: Memory, broadcaster: Broadcaster, settings: MonitorSettings) -> None:
         self._registry = registry
         self._memory = memory
         self._broadcaster = broadcaster
-        self._period_s = period_s
+        self._read_s = min(READ_S, settings.broadcast_period_s, settings.silence_s / _SILENCES)
+        self._rest_s = max(self._read_s, min(REST_S, settings.silence_s / _SILENCES))
         self._loop = asyncio.get_running_loop()
+        self._news_mono = self._read_mono = self._loop.time()
+        self._silence_mono = 0.0  # when to look for silence
         self.taken = 0
         self.ignored: Counter[str] = Counter()  # by cause
 
@@ -206,29 +217,37 @@ class Heartbeats:
             self._ignore(beat, record)
             return
         self.taken += 1
-        role, adapters = record.role, record.info.adapters
+        role, adapters, news = record.role, record.info.adapters, True
         renewed = record.apply(beat, self._loop.time())
         if role is not record.role or adapters is not record.info.adapters:
             self._broadcaster.changed(record)
         elif renewed:
             self._broadcaster.renewed(record)
         else:
-            self._broadcaster.loaded(record)
+            news = self._broadcaster.loaded(record)
         if record.state is not InstanceState.READY or record.draining:
             self._registry.settle(record)
+            news = True
+        if news or record.load.inflight:
+            self._news_mono = self._loop.time()
         if role is not record.role and record.state is InstanceState.READY and not record.operation:
             log.info("instance changed its role by itself", instance_id=beat.instance_id, role=beat.role.value)
 
-    async def watch(self) -> None:
-        """Until cancelled, look for silence whenever an instance may have been silent for too long.
+    def was_read(self) -> float:
+        """All heartbeats that had arrived are handled. Looks for silence where an instance may have been silent for too
+        long, and returns the seconds until the next read.
 
-        After a stall of this process heartbeats wait unread: the next look comes a period later.
+        After a stall of this process heartbeats may be under way: it looks for silence after the next read.
         """
-        while True:
-            due = max(self._registry.tick(self._period_s), self._loop.time() + LEAST_S)
-            await asyncio.sleep(due - self._loop.time())
-            if self._loop.time() - due > 3 * self._period_s:
-                await asyncio.sleep(self._period_s)
+        now = self._loop.time()
+        stalled = now - self._read_mono > self._rest_s + 3 * self._read_s
+        self._read_mono = now
+        if stalled:
+            return self._read_s
+        if self._silence_mono < now + self._rest_s:
+            self._silence_mono = self._registry.tick(self._read_s)
+        soon = self._silence_mono < now + self._rest_s  # an instance starts, or is silent
+        return self._read_s if soon or now - self._news_mono < RESTED_S else self._rest_s
 
     def _ignore(self, beat: Heartbeat, record: Record | None) -> None:
         if record is None:
@@ -260,21 +279,36 @@ class Wires:
         stack.callback(self.sockets.close)
         self.publisher = ClusterPublisher(self.sockets, settings.broadcast_address)
         stack.callback(self.publisher.close)
-        self._handler: Callable[[Heartbeat], None] | None = None
+        self._beats: Heartbeats | None = None
         self.on_epoch: Callable[[int], None] = lambda _: None  # of each heartbeat, also while the monitor is a standby
-        self.subscriber = Subscriber(self.sockets, settings.heartbeat_address, Heartbeat, self._on_beat, GATHER_S)
+        self.subscriber = Subscriber(self.sockets, settings.heartbeat_address, Heartbeat, self._on_beat, watched=False)
         stack.callback(self.subscriber.close)
 
     @contextmanager
     def handing_to(self, beats: Heartbeats) -> Iterator[None]:
         """Within the block, `beats` handles heartbeats; outside of one they are dropped."""
-        self._handler = beats.handle
+        self._beats = beats
         try:
             yield
         finally:
-            self._handler = None
+            self._beats = None
+
+    async def run(self) -> None:
+        """Read heartbeats until cancelled: at intervals, since most wait for the next broadcast anyway."""
+        clock = asyncio.get_running_loop().time
+        read_mono = clock()
+        while True:
+            taken = some = self.subscriber.take(SOME)
+            while some == SOME:
+                await asyncio.sleep(0)
+                some = self.subscriber.take(SOME)
+                taken += some
+            wait_s = until_next(READ_S if self._beats is None else self._beats.was_read())
+            now, before = clock(), read_mono
+            read_mono = now
+            await asyncio.sleep(min(wait_s, BATCH * (now - before) / taken) if taken else wait_s)
 
     def _on_beat(self, beat: Heartbeat) -> None:
         self.on_epoch(beat.epoch)
-        if self._handler is not None:
-            self._handler(beat)
+        if self._beats is not None:
+            self._beats.handle(beat)

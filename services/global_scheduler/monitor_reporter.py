@@ -16,6 +16,7 @@ from shared.domain.demand import DemandSecond
 from shared.domain.job import JobView
 from shared.domain.route import Route
 from shared.policy.demand import DemandCounter
+from shared.runtime.tasks import until_next
 from shared.wire.api import Outcome, SchedulerNews
 from shared.wire.clients.monitor import MonitorClient
 
@@ -105,7 +106,7 @@ class MonitorReporter:
             self._changed.clear()
             await self.report(force=changed)
             with suppress(TimeoutError):
-                async with asyncio.timeout(PERIOD_S):
+                async with asyncio.timeout(until_next(PERIOD_S)):
                     await self._changed.wait()
 
     async def report(self, *, force: bool = False) -> None:

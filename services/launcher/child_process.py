@@ -152,7 +152,7 @@ class Limits:
     start_s: float = 300.0  # the longest a process may take to become healthy
     poll_s: float = 0.1  # between two health checks while it starts
     hang_s: float = 6.0  # a healthy process hangs after so long without a good answer; 0: no further health checks
-    check_s: float = 1.0  # between two health checks of a running process
+    check_s: float = 2.0  # between two health checks of a running process
     backoff_s: float = 0.2  # before the first restart; doubles with each further one
     backoff_max_s: float = 10.0
     stable_s: float = 30.0  # ready for so long, the next restart counts as the first one

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 
 import uvicorn
 
+from shared.runtime.tasks import until_next
+
 _FORCED_S = 0.2  # after a second signal
 TICK_S = 1.0  # the header `date` has a resolution of seconds
 YOUNG = 5_000  # containers that a collection of the youngest generation scans at most: about a millisecond
@@ -62,7 +64,7 @@ class Server(uvicorn.Server):
             self.on_started()
         while not await self.on_tick(0):
             with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
+                async with asyncio.timeout(until_next(TICK_S)):
                     await self._woken.wait()
         if self.drain is not None:
             draining = asyncio.ensure_future(self.drain())

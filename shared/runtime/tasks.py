@@ -12,7 +12,7 @@ from shared.runtime.logs import get_log
 
 log = get_log(__name__)
 FAILURES = 5  # consecutive failures of a step that end the process
-_PHASE = random.random()
+_ORIGIN = random.uniform(0.0, 60.0)  # of this process's periods, so that two processes do not wake at the same time
 _EARLY = 0.1  # of a period: timers may fire a moment before their time
 
 
@@ -29,7 +29,7 @@ class Background:
         task.add_done_callback(self._ended)
 
     def every(self, name: str, period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
-        """Call `step` every `period_s` seconds; steps of one period run together, to save wake-ups.
+        """Call `step` every `period_s` seconds; see `until_next`.
 
         A step that raises is called again after a period; after `FAILURES` in a row the process ends.
         """
@@ -59,7 +59,6 @@ async def background() -> AsyncIterator[Background]:
 
 
 async def _repeat(name: str, period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
-    loop = asyncio.get_running_loop()
     failures = 0
     while True:
         try:
@@ -72,8 +71,16 @@ async def _repeat(name: str, period_s: float, step: Callable[[], Awaitable[None]
             if failures == FAILURES:
                 raise
             log.error("a background step failed; it is retried", task=name, failures=failures, exc_info=error)
-        left_s = period_s - (loop.time() - _PHASE * period_s) % period_s  # no two processes at the same time
-        await asyncio.sleep(left_s if left_s > _EARLY * period_s else left_s + period_s)
+        await asyncio.sleep(until_next(period_s))
+
+
+def until_next(period_s: float) -> float:
+    """Seconds until the next multiple of a period, from an origin that all periods of the process share.
+
+    Timers that are set with it share wake-ups, also those of unlike periods, where one is a multiple of the other.
+    """
+    left_s = period_s - (asyncio.get_running_loop().time() - _ORIGIN) % period_s
+    return left_s if left_s > _EARLY * period_s else left_s + period_s
 
 
 class Alarm:

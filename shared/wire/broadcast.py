@@ -76,16 +76,11 @@ class Publisher:
 
 class Subscriber(Generic[Value]):
     """A bound SUB socket that decodes each message and passes it on. Malformed messages and those of an incompatible
-    wire version are dropped and counted by cause; the first of the latter is logged. gather_s: see `LoopSocket`.
+    wire version are dropped and counted by cause; the first of the latter is logged. `watched`: see `LoopSocket`.
     """
 
     def __init__(
-        self,
-        sockets: Sockets,
-        address: str,
-        kind: type[Value],
-        on_value: Callable[[Value], None],
-        gather_s: float = 0.0,
+        self, sockets: Sockets, address: str, kind: type[Value], on_value: Callable[[Value], None], watched: bool = True
     ) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._on_value = on_value
@@ -94,7 +89,11 @@ class Subscriber(Generic[Value]):
         self.dropped: Counter[str] = Counter()
         socket = sockets.bind(zmq.SUB, address)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket = LoopSocket(socket, self._receive, partial(socket.recv, zmq.NOBLOCK), gather_s)
+        self._socket = LoopSocket(socket, self._receive, partial(socket.recv, zmq.NOBLOCK), watched)
+
+    def take(self, most: int) -> int:
+        """Pass up to `most` messages on that have arrived, and return their number."""
+        return self._socket.take(most)
 
     def _receive(self, frame: bytes) -> None:
         try:

@@ -23,7 +23,6 @@ log = get_log(__name__)
 Message = TypeVar("Message")
 MAX_FRAME_BYTES = 64 << 20  # libzmq cuts a connection that announces a larger frame
 _DRAIN = 128  # messages handled before other callbacks of the loop get their turn
-_BATCH = 32  # messages that are worth a wake-up
 _MAX_SOCKETS = 16_384  # of a context; libzmq's 1,023 are 341 clients, each a socket and two ends of a monitor
 _HEARTBEAT_MS = 1_000  # between two
 _STATE = (zmq.PUB, zmq.SUB, zmq.XPUB)  # sockets of state, which is sent again and again
@@ -130,8 +129,7 @@ class LoopSocket(Generic[Message]):
     """A socket whose messages arrive as calls of `on_message` on the running loop.
 
     `read` takes one message off the socket or raises zmq.Again. Errors of `on_message` are logged, and the next message
-    is handled. `gather_s`: how long messages may wait for others when many arrive, so that the process wakes once for
-    all of them; 0: each is handled on arrival.
+    is handled. `watched`: messages are handled on arrival; else by `take`, so that many share a wake-up.
     """
 
     def __init__(
@@ -139,20 +137,18 @@ class LoopSocket(Generic[Message]):
         socket: zmq.Socket[bytes],
         on_message: Callable[[Message], None],
         read: Callable[[], Message],
-        gather_s: float = 0.0,
+        watched: bool = True,
     ) -> None:
         self._socket = socket
         self._on_message = on_message
         self._read = read
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
+        self._watched = watched
         self._scheduled = False
-        self._gather_s = gather_s
-        self._timer: asyncio.TimerHandle | None = None  # while set, the descriptor is not watched
-        self._looked_mono = 0.0
-        self._taken = 0
-        self._loop.add_reader(self._fd, self._readable)
-        self.look_again()
+        if watched:
+            self._loop.add_reader(self._fd, self._drain)
+            self.look_again()
 
     def send(self, frames: list[bytes]) -> None:
         """Send now. Raises zmq.Again when the message cannot be sent now, EHOSTUNREACH when the peer is gone."""
@@ -161,72 +157,43 @@ class LoopSocket(Generic[Message]):
 
     def drain(self) -> None:
         """Handle all messages that have arrived."""
-        while self._take(_DRAIN):
+        while self.take(_DRAIN) == _DRAIN:
             pass
+
+    def take(self, most: int) -> int:
+        """Handle up to `most` messages that have arrived, and return their number."""
+        for taken in range(most):
+            if self._socket.closed:
+                return taken
+            try:
+                message = self._read()
+            except zmq.Again:
+                return taken
+            try:
+                self._on_message(message)
+            except Exception as error:  # the boundary of the event loop
+                log.error("a message was not handled", handler=repr(self._on_message), exc_info=error)
+        return most
 
     def close(self) -> None:
         """Stop watching and close the socket."""
         if not self._socket.closed:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._loop.remove_reader(self._fd)
+            if self._watched:
+                self._loop.remove_reader(self._fd)
             self._socket.close()
 
     def look_again(self) -> None:
         """Look for messages after any other use of the socket, which may have swallowed the edge of the edge-triggered
         descriptor.
         """
-        if not self._scheduled:
+        if self._watched and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
-    def _readable(self) -> None:
-        if self._gather_s:
-            now, before = self._loop.time(), self._looked_mono
-            self._looked_mono = now
-            if now - before < self._gather_s:
-                self._loop.remove_reader(self._fd)
-                self._timer = self._loop.call_later(self._gather_s, self._look)
-        self._drain()
-
-    def _look(self) -> None:
-        """Handle the gathered messages; then wait for the timer again when there were several, else for the
-        descriptor.
-        """
-        now, before, taken = self._loop.time(), self._looked_mono, self._taken
-        self._looked_mono = now
-        self._drain()
-        taken = self._taken - taken
-        if self._socket.closed:
-            return
-        if taken > 1:
-            for_a_batch_s = _BATCH * (now - before) / taken  # more at once would delay other callbacks
-            self._timer = self._loop.call_later(min(self._gather_s, for_a_batch_s), self._look)
-        else:
-            self._timer = None
-            self._loop.add_reader(self._fd, self._readable)
-            self.look_again()
-
     def _drain(self) -> None:
         self._scheduled = False
-        if self._take(_DRAIN):
+        if self.take(_DRAIN) == _DRAIN:
             self.look_again()
-
-    def _take(self, most: int) -> bool:
-        """Handle up to `most` messages; returns whether there may be more."""
-        for _ in range(most):
-            if self._socket.closed:
-                return False
-            try:
-                message = self._read()
-            except zmq.Again:
-                return False
-            self._taken += 1
-            try:
-                self._on_message(message)
-            except Exception as error:  # the boundary of the event loop
-                log.error("a message was not handled", handler=repr(self._on_message), exc_info=error)
-        return True
 
 
 def whole_messages(socket: zmq.Socket[bytes]) -> Callable[[], list[bytes]]:

@@ -1,4 +1,4 @@
-"""When a reported load is broadcast: at once with news, else with the next broadcast."""
+"""When a reported load is broadcast: at once with news, else with the next broadcast. When heartbeats are read."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -6,12 +6,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.cluster_monitor.broadcaster import SLICE, Broadcaster
+from services.cluster_monitor import broadcaster
+from services.cluster_monitor.broadcaster import READ_S, REST_S, RESTED_S, SLICE, Broadcaster, Heartbeats
 from services.cluster_monitor.registry import Record
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, InstanceState, Role
 from shared.domain.policies import PolicySet
+from shared.wire.messages import Heartbeat
 from tests.services.fake_worker import make_info
 
 BUSY = InstanceLoad(time_s=1.0, decoding=4, inflight=4, context_tokens=1_000, free_blocks=900)
@@ -114,3 +116,74 @@ async def test_loads_that_slide_do_not_pile_up_beyond_a_slice() -> None:
     assert not any(monitor.report(record, BUSY, context_tokens=1_001) for record in others)
     assert monitor.report(last, BUSY, context_tokens=1_001)
     assert len(monitor.broadcast()) == SLICE
+
+
+class Reading:
+    """Heartbeats of one ready instance, read at times that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_mono = 100.0
+        self.silence_mono = 1e9  # what the registry's `tick` returns
+        self.ticks = 0
+        self.monitor = Monitor()
+        (self.record,) = self.monitor.records
+        loop = SimpleNamespace(time=lambda: self.now_mono)
+        monkeypatch.setattr(broadcaster, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+        registry = SimpleNamespace(find=lambda _: self.record, tick=self._tick, settle=lambda _: None)
+        parts: dict[str, Any] = {"registry": registry, "memory": None, "broadcaster": self.monitor.broadcaster}
+        self.beats = Heartbeats(**parts, settings=MonitorSettings())
+
+    def _tick(self, _: float) -> float:
+        self.ticks += 1
+        return self.silence_mono
+
+    def read_after(self, seconds: float, load: InstanceLoad | None = None) -> float:
+        """Seconds until the next read."""
+        self.now_mono += seconds
+        if load is not None:
+            info = self.record.info
+            self.beats.handle(Heartbeat(info.instance_id, info.generation, self.record.role, False, load))
+        return self.beats.was_read()
+
+
+@pytest.fixture
+async def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
+    return Reading(monkeypatch)
+
+
+IDLE = InstanceLoad(time_s=1.0, free_blocks=1_000)
+
+
+async def test_heartbeats_without_news_are_read_less_often(reading: Reading) -> None:
+    assert reading.read_after(0.1, IDLE) == READ_S
+    reading.monitor.broadcast()
+    while reading.now_mono - 100.1 < RESTED_S - 0.15:
+        assert reading.read_after(0.1) == READ_S
+    assert reading.read_after(0.2) == REST_S
+    assert reading.read_after(0.25, IDLE) == REST_S  # a repetition
+    assert reading.read_after(0.25, msgspec.structs.replace(IDLE, waiting=1)) == READ_S
+
+
+async def test_heartbeats_of_instances_with_work_are_read_often(reading: Reading) -> None:
+    reading.read_after(0.1, BUSY)
+    for _ in range(20):
+        assert reading.read_after(0.1, BUSY) == READ_S
+
+
+async def test_where_an_instance_may_be_silent_heartbeats_are_read_often(reading: Reading) -> None:
+    reading.read_after(0.25)
+    while reading.read_after(0.25) != REST_S:
+        pass
+    reading.silence_mono = reading.now_mono + 0.3
+    reading.beats._silence_mono = reading.silence_mono
+    assert reading.read_after(0.1) == READ_S
+
+
+async def test_after_a_stall_silence_is_not_judged_before_the_next_read(reading: Reading) -> None:
+    reading.read_after(0.1)
+    reading.silence_mono = reading.beats._silence_mono = reading.now_mono + 0.5
+    before = reading.ticks
+    assert reading.read_after(5.0) == READ_S
+    assert reading.ticks == before
+    reading.read_after(READ_S)
+    assert reading.ticks == before + 1
