@@ -53,7 +53,6 @@ def _measure(name: str, as_json: bool, *arguments: object, **options: object) ->
 
 
 PLAIN = {
-    "overhead": "The overhead of the control plane: CPU time per request and token, added TTFT.",
     "streams": "2,000 chat streams open for a minute: losses, delays, memory; one gateway process against two.",
     "kv": "KV transfer between two processes, compared with a plain socket.",
     "kv_engines": "KV transfer between two real engines, by transport.",
@@ -87,6 +86,23 @@ def _add(name: str, text: str, *, on_data: bool) -> None:
 
 for _name, _text in (PLAIN | ON_DATA).items():
     _add(_name, _text, on_data=_name in ON_DATA)
+
+
+@bench_app.command("overhead")
+def bench_overhead(
+    streams: Annotated[
+        list[int] | None, typer.Option(min=1, help="A number of streams; may be repeated. Default: 16.")
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="1 to 256 streams, other routers, structured outputs and long prompts, too (long)."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """The suite's own CPU time per request and token, and the TTFT it adds, compared with vLLM's API layer alone."""
+    _measure("overhead", as_json, tuple(streams or ()), full=full)
 
 
 @bench_app.command("soak")

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,11 +38,15 @@ def pids_of(running: RunningSuite, *beginnings: str) -> list[int]:
 
 
 @asynccontextmanager
-async def serving(health: str, *command: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A Python process that serves, once it answers at the URL `health`. Raises StartFailed with the end of its log."""
+async def serving(
+    health: str, *command: str, program: str = sys.executable, **environment: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that serves, Python by default, once it answers at the URL `health`. Raises StartFailed with the end of
+    its log.
+    """
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            program,
             *command,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
@@ -84,6 +89,34 @@ async def plain_vllm(kv_bytes: int, *options: str, model: Path = DEMO_MODEL) -> 
     command = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *own.split(), *options)
     async with serving(f"http://127.0.0.1:{port}/health", *command, **OFFLINE, OMP_NUM_THREADS="1"):
         yield port
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds, and how often a thread that waited was woken."""
+
+    cpu_s: float = 0.0
+    wakes: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(self.cpu_s + other.cpu_s, self.wakes + other.wakes)
+
+    def __sub__(self, other: "Usage") -> "Usage":
+        return Usage(self.cpu_s - other.cpu_s, self.wakes - other.wakes)
+
+    def over(self, count: int) -> "Usage":
+        return Usage(self.cpu_s / count, self.wakes / count)
+
+
+def usage(pids: Iterable[int]) -> Usage:
+    """What the processes have used until now, all threads together."""
+    pids = list(pids)
+    return Usage(cpu_s(pids), sum(map(_wakes, pids)))
+
+
+def _wakes(pid: int) -> int:
+    threads = [thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(thread.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for thread in threads)
 
 
 def cpu_s(pids: Iterable[int]) -> float:

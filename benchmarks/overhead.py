@@ -1,23 +1,27 @@
 """`polyphase bench overhead`: CPU time and time to first token that the suite adds to a request and a token.
 
 All services are real and the instances are emulated and compute in no time; vLLM's API layer alone takes the same load
-in turns. Structured outputs are measured with real engines beside plain vLLM, and long prompts by how long they hold up
-the gateway's event loop.
+in turns. With `full`, more numbers of streams are measured, routers of other projects take turns, where they are
+installed, structured outputs are measured with real engines beside plain vLLM, and long prompts by how long they hold
+up the gateway's event loop.
 """
 
 import asyncio
 import os
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.cluster_files import emulated
-from benchmarks.measuring import OFFLINE, cores, cpu_s, pids_of, plain_vllm, port_of, serving
+from benchmarks.measuring import OFFLINE, Usage, pids_of, plain_vllm, port_of, serving, usage
 from benchmarks.results import Aim, Figures, Result, at_most, in_turns, medians, merged, result
 from benchmarks.suite import BARE, CPU_ENGINE, DEMO_MODEL, started
 from gateway.alone import TimerTokens
@@ -33,15 +37,18 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
 # The load on emulated instances.
 PATHS = {"chat": CHAT, "completions": COMPLETIONS}
-STREAMS = (1, 16, 64, 256)
+STREAMS, ALL_STREAMS = (16,), (1, 4, 16, 64, 256)
 STEP_S = 0.025  # of a decode: each token is a message and an event of its own, as with a real engine
 SHORT, LONG = 2, 66  # output tokens of the two loads, from which the costs of a request and of a token follow
 TIMED = 24  # output tokens of the requests of which the first token is timed
 ROUNDS, MIN_SHORT, MIN_LONG = 3, 24, 4  # requests of a load, or twice as many as there are streams
-IDLE_S = 8.0
+SETTLE_S, IDLE_S = 3.0, 10.0
 MAX_JOBS = 4096
-AIM_TOKEN_RATIO, AIM_TOKEN_FROM, AIM_REQUEST_RATIO, AIM_IDLE_MS = 0.5, 16, 1.1, 10.0
-AIM_TTFT_MS = {1: 2.0, 16: 2.0, 64: 5.0}
+AIM_TOKEN_RATIO, AIM_TOKEN_FROM, AIM_FEW_RATIO = 0.5, 16, 0.8  # the last: with fewer streams
+AIM_REQUEST_RATIO, AIM_IDLE_MS, AIM_TTFT_MS = 1.1, 5.0, 1.5
+
+# Routers of other projects, by the command that starts them. They pass bytes on, and neither parse nor tokenise.
+ROUTERS = {"vllm-router": ("vllm-router",), "sglang-router": ("sglang-router", "launch")}
 
 # Structured outputs.
 STRUCTURED_ROUNDS = 9  # of each kind, cold and repeated, at each of the two
@@ -51,18 +58,28 @@ AIM_RATIO, AIM_ADDED_MS = 1.2, 20.0
 LENGTHS, LONG_PROMPT_ROUNDS, AIM_CALLBACK_MS = (8_000, 32_000, 120_000), 5, 5.0
 
 
-def run_overhead_bench(rounds: int = ROUNDS, streams: tuple[int, ...] = STREAMS) -> Result:
+def run_overhead_bench(streams: tuple[int, ...] = (), *, full: bool = False, rounds: int = ROUNDS) -> Result:
+    """`streams`: the numbers of streams, by default STREAMS, or all of them with `full`."""
+    counts = streams or (ALL_STREAMS if full else STREAMS)
+    if not full:
+        return asyncio.run(_load(rounds, counts, {}))
+    routers = found_routers()
+    load = asyncio.run(_load(rounds, counts, routers))
     structured = asyncio.run(_structured(STRUCTURED_ROUNDS))
     long_prompts = _long_prompts()  # sets environment variables that real engines would follow
-    return merged(asyncio.run(_load(rounds, streams)), structured, long_prompts)
+    missing = ", ".join(ROUTERS.keys() - routers.keys())
+    return merged(load, structured, long_prompts, {"notes": [f"not installed: {missing}"] if missing else []})
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server of the API, and the processes whose CPU time counts."""
+    """A server of the API, and the processes whose CPU time counts, by kind."""
 
     port: int
-    pids: list[int]
+    pids: Mapping[str, list[int]]
+
+    def usage(self) -> dict[str, Usage]:
+        return {kind: usage(pids) for kind, pids in self.pids.items()}
 
 
 # The load: the suite with emulated instances, and the API layer with a timer as its engine.
@@ -75,20 +92,40 @@ CLUSTER = emulated(
 )
 
 
-async def _load(rounds: int, streams: tuple[int, ...]) -> Result:
-    async with started(CLUSTER) as running_suite, _api_layer_alone() as alone:
+async def _load(rounds: int, streams: tuple[int, ...], routers: Mapping[str, tuple[str, ...]]) -> Result:
+    async with AsyncExitStack() as stack:
+        running_suite = await stack.enter_async_context(started(CLUSTER))
         # All processes but the instances, of which a real cluster has the same.
-        suite = Target(port_of(running_suite), pids_of(running_suite, "gateway", "scheduler", "monitor"))
-        targets = {"suite": suite, "alone": alone}
+        suite = Target(
+            port_of(running_suite), {kind: pids_of(running_suite, kind) for kind in ("gateway", "scheduler", "monitor")}
+        )
+        idle = await _idle(suite)
+        engines = [await stack.enter_async_context(_api_layer_alone()) for _ in range(2 if routers else 1)]
+        targets = {"suite": suite, "alone": engines[0]}
+        for name, command in routers.items():
+            targets[name] = await stack.enter_async_context(_router(name, command, engines))
         for target in targets.values():
             for path in PATHS.values():
                 await run_load(HOST, target.port, _bodies(path, 64, SHORT), 8, path)
-        idle_ms = (await cores({"suite": suite.pids}, IDLE_S))["suite"] * 1e3
         cells = {
             kind: {str(count): await _cell(targets, path, count, rounds) for count in streams}
             for kind, path in PATHS.items()
         }
-    return result({"idle_cpu_ms_per_s": round(idle_ms, 2), **cells}, aims_of(idle_ms, cells))
+    return result(idle, aims_of(idle["idle_cpu_ms_per_s"], cells)) | {"tables": tables_of(cells)}
+
+
+async def _idle(suite: Target) -> Figures:
+    """CPU and wake-ups of a suite that has not served a request yet, by kind of process."""
+    await asyncio.sleep(SETTLE_S)
+    began, before = time.monotonic(), suite.usage()
+    await asyncio.sleep(IDLE_S)
+    took_s, after = time.monotonic() - began, suite.usage()
+    used = {kind: after[kind] - before[kind] for kind in after}
+    figures = {"idle_cpu_ms_per_s": sum(each.cpu_s for each in used.values()) / took_s * 1e3}
+    for kind, each in used.items():
+        figures[f"idle_{kind}_cpu_ms_per_s"] = each.cpu_s / took_s * 1e3
+        figures[f"idle_{kind}_wakes_per_s"] = each.wakes / took_s
+    return {name: round(value, 2) for name, value in figures.items()}
 
 
 @asynccontextmanager
@@ -104,41 +141,87 @@ async def _api_layer_alone() -> AsyncIterator[Target]:
     )
     environment = {**OFFLINE, **settings.to_environment()}
     async with serving(f"http://{HOST}:{settings.port}/health", "-m", "gateway.alone", **environment) as process:
-        yield Target(settings.port, [process.pid])
+        yield Target(settings.port, {"alone": [process.pid]})
+
+
+def found_routers() -> dict[str, tuple[str, ...]]:
+    """The commands of the routers that are installed, in this environment or on the path."""
+    beside = str(Path(sys.executable).parent)
+    found = {name: shutil.which(command[0], path=f"{beside}:{os.environ['PATH']}") for name, command in ROUTERS.items()}
+    return {name: (path, *ROUTERS[name][1:]) for name, path in found.items() if path is not None}
+
+
+@asynccontextmanager
+async def _router(name: str, command: tuple[str, ...], engines: list[Target]) -> AsyncIterator[Target]:
+    """The router in front of the API layers, whose CPU time does not count."""
+    port = ports.free_range(size=2)
+    options = ["--worker-urls", *(f"http://{HOST}:{each.port}" for each in engines)]
+    options += ["--host", HOST, "--port", str(port), "--prometheus-port", str(port + 1), "--policy", "round_robin"]
+    async with serving(f"http://{HOST}:{port}/health", *command[1:], *options, program=command[0]) as process:
+        yield Target(port, {name: [process.pid]})
 
 
 async def _cell(targets: Mapping[str, Target], path: str, streams: int, rounds: int) -> Figures:
-    """Medians of rounds in each of which both targets have their turn."""
+    """Medians of rounds in each of which all targets have their turn."""
     seen = await in_turns(targets, rounds, lambda _, name: _costs(targets[name], path, streams))
-    found = medians(_compared(each["suite"], each["alone"]) for each in seen)
+    found = medians(_compared(each) for each in seen)
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def _compared(ours: Figures, base: Figures) -> Figures:
+def _compared(costs: Mapping[str, Figures]) -> Figures:
+    """The suite's costs, those of the other targets, and the suite's beside those of the API layer alone."""
+    ours, base = costs["suite"], costs["alone"]
     ratios = {f"{name}_ratio": ours[name] / base[name] for name in ("cpu_per_token_us", "cpu_per_request_ms")}
     added = {f"added_{name}": ours[name] - base[name] for name in ("ttft_p50_ms", "ttft_p99_ms")}
-    return ours | {f"api_layer_alone_{name}": value for name, value in base.items()} | ratios | added
+    others = {
+        f"{'api_layer_alone' if target == 'alone' else target}_{name}": figures[name]
+        for target, figures in costs.items()
+        for name in (TOTALS if target != "suite" else ())
+    }
+    return ours | others | ratios | added
+
+
+TOTALS = ("cpu_per_token_us", "cpu_per_request_ms", "ttft_p50_ms", "ttft_p99_ms")
+TITLES = {
+    "cpu_per_token_us": "CPU per token, µs",
+    "wakes_per_token": "wake-ups per token",
+    "cpu_per_request_ms": "CPU per request, ms",
+    "ttft_p50_ms": "TTFT, p50, ms",
+    "ttft_p99_ms": "TTFT, p99, ms",
+}
+
+
+def tables_of(cells: Mapping[str, Mapping[str, Figures]]) -> dict[str, list[dict[str, object]]]:
+    """A table of each kind of figure; columns are the suite, its kinds of process, the other targets, comparisons."""
+    tables: dict[str, list[dict[str, object]]] = {}
+    for path, of_kind in cells.items():
+        for streams, cell in of_kind.items():
+            for name, title in TITLES.items():
+                found = {key.replace(name, "").strip("_") or "suite": cell[key] for key in cell if name in key}
+                tables.setdefault(title, []).append({"API": path, "streams": int(streams)} | found)
+    return tables
 
 
 async def _costs(target: Target, path: str, streams: int) -> Figures:
-    """Of short and of long answers; the difference is the cost of the tokens."""
-    short_s = await _cpu_s(target, path, max(MIN_SHORT, 2 * streams), SHORT, streams)
-    long_s = await _cpu_s(target, path, max(MIN_LONG, 2 * streams), LONG, streams)
-    per_token_s = (long_s - short_s) / (LONG - SHORT)
+    """Of short and of long answers; the difference is the cost of the tokens. In sum and by kind of process."""
+    short = await _used(target, path, max(MIN_SHORT, 2 * streams), SHORT, streams)
+    long = await _used(target, path, max(MIN_LONG, 2 * streams), LONG, streams)
     times = await _ttfts(target, path, max(MIN_SHORT, 2 * streams), streams)
-    return {
-        "cpu_per_token_us": per_token_s * 1e6,
-        "cpu_per_request_ms": (short_s - SHORT * per_token_s) * 1e3,
-        "ttft_p50_ms": times[len(times) // 2] * 1e3,
-        "ttft_p99_ms": times[len(times) * 99 // 100] * 1e3,
-    }
+    figures = {"ttft_p50_ms": times[len(times) // 2] * 1e3, "ttft_p99_ms": times[len(times) * 99 // 100] * 1e3}
+    total = {"": (sum(short.values(), Usage()), sum(long.values(), Usage()))}
+    for kind, (few, many) in (total | {f"{kind}_": (short[kind], long[kind]) for kind in short}).items():
+        per_token = (many - few).over(LONG - SHORT)
+        figures[f"{kind}cpu_per_token_us"] = per_token.cpu_s * 1e6
+        figures[f"{kind}cpu_per_request_ms"] = (few.cpu_s - SHORT * per_token.cpu_s) * 1e3
+        figures[f"{kind}wakes_per_token"] = per_token.wakes
+    return figures
 
 
-async def _cpu_s(target: Target, path: str, requests: int, tokens: int, streams: int) -> float:
-    """CPU seconds per request."""
-    before_s = cpu_s(target.pids)
+async def _used(target: Target, path: str, requests: int, tokens: int, streams: int) -> dict[str, Usage]:
+    """Per request, by kind of process."""
+    before = target.usage()
     await run_load(HOST, target.port, _bodies(path, requests, tokens), streams, path)
-    return (cpu_s(target.pids) - before_s) / requests
+    return {kind: (after - before[kind]).over(requests) for kind, after in target.usage().items()}
 
 
 async def _ttfts(target: Target, path: str, requests: int, streams: int) -> list[float]:
@@ -164,17 +247,24 @@ def _bodies(path: str, count: int, tokens: int) -> list[Json]:
 
 def aims_of(idle_ms: float, cells: Mapping[str, Mapping[str, Figures]]) -> dict[str, Aim]:
     by_streams = [(int(count), cell) for of_kind in cells.values() for count, cell in of_kind.items()]
-    request_ratio = max(cell["cpu_per_request_ms_ratio"] for _, cell in by_streams)
     aims = {
         "idle_cpu_ms_per_s": at_most(AIM_IDLE_MS, idle_ms),
-        "cpu_per_request_ratio": at_most(AIM_REQUEST_RATIO, request_ratio),
+        "cpu_per_request_ratio": at_most(AIM_REQUEST_RATIO, _worst(by_streams, "cpu_per_request_ms_ratio")),
+        "added_ttft_p50_ms": at_most(AIM_TTFT_MS, _worst(by_streams, "added_ttft_p50_ms")),
     }
-    if many := [cell["cpu_per_token_us_ratio"] for count, cell in by_streams if count >= AIM_TOKEN_FROM]:
-        aims[f"cpu_per_token_ratio at {AIM_TOKEN_FROM} and more"] = at_most(AIM_TOKEN_RATIO, max(many))
-    for count, want in AIM_TTFT_MS.items():
-        if seen := [cell["added_ttft_p50_ms"] for streams, cell in by_streams if streams == count]:
-            aims[f"added_ttft_p50_ms at {count}"] = at_most(want, max(seen))
+    if many := [pair for pair in by_streams if pair[0] >= AIM_TOKEN_FROM]:
+        aims[f"cpu_per_token_ratio at {AIM_TOKEN_FROM} and more"] = at_most(
+            AIM_TOKEN_RATIO, _worst(many, "cpu_per_token_us_ratio")
+        )
+    if few := [pair for pair in by_streams if pair[0] < AIM_TOKEN_FROM]:
+        aims[f"cpu_per_token_ratio below {AIM_TOKEN_FROM}"] = at_most(
+            AIM_FEW_RATIO, _worst(few, "cpu_per_token_us_ratio")
+        )
     return aims
+
+
+def _worst(cells: list[tuple[int, Figures]], name: str) -> float:
+    return max(cell[name] for _, cell in cells)
 
 
 # Structured outputs: a suite with two real engines, and plain vLLM. A grammar is cold if no process has seen it before,

@@ -106,7 +106,7 @@ def until_interrupted(work: Coroutine[Any, Any, Returned]) -> Returned | None:
 # {"figures": {name_unit: number}, "aims": {name: Aim}, "notes": [str], "tables": {title: rows}}
 Result = dict[str, Any]
 Aim = dict[str, Any]  # "want", "got", "met"
-_WORDS = ("scenario", "policy", "run")  # columns of text
+_WORDS = ("scenario", "policy", "run", "API")  # columns of text
 
 
 def summary(result: Result) -> Result:

@@ -1,11 +1,13 @@
 """The benches of the running system: how they judge, and that `bench control` measures."""
 
+import os
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from benchmarks import control, overhead
-from benchmarks.measuring import serving
+from benchmarks.measuring import serving, usage
 from benchmarks.soak import growth
 from benchmarks.traces import ReceivedSpan, faults, wait
 from services.launcher.supervisor import StartFailed
@@ -15,6 +17,32 @@ def test_the_aim_of_structured_outputs_is_about_the_worst_kind() -> None:
     fast, slow = {"beyond_ms": 18.0}, {"beyond_ms": 26.0}
     aims = overhead.structured_aims({"a": {"cold": slow, "repeated": fast}, "b": {"cold": fast, "repeated": fast}})
     assert [(aim["got"], aim["met"]) for aim in aims.values()] == [(26.0, False), (18.0, True)]
+
+
+def test_the_aims_of_overhead_are_about_the_worst_cell() -> None:
+    def cell(token: float, request: float, added_ms: float) -> dict[str, float]:
+        return {"cpu_per_token_us_ratio": token, "cpu_per_request_ms_ratio": request, "added_ttft_p50_ms": added_ms}
+
+    cells = {"chat": {"1": cell(0.9, 1.0, 1.0), "16": cell(0.4, 1.2, 1.0)}, "completions": {"16": cell(0.45, 1.0, 2.0)}}
+    aims = overhead.aims_of(4.0, cells)
+    assert {name: (aim["got"], aim["met"]) for name, aim in aims.items()} == {
+        "idle_cpu_ms_per_s": (4.0, True),
+        "cpu_per_request_ratio": (1.2, False),
+        "added_ttft_p50_ms": (2.0, False),
+        "cpu_per_token_ratio at 16 and more": (0.45, True),
+        "cpu_per_token_ratio below 16": (0.9, False),
+    }
+
+
+def test_usage_counts_all_threads_of_a_process() -> None:
+    before, woken = usage([os.getpid()]), threading.Event()
+    waiting = threading.Thread(target=woken.wait)
+    waiting.start()
+    used = usage([os.getpid()]) - before
+    woken.set()
+    waiting.join()
+    assert used.cpu_s > 0
+    assert used.wakes >= 0
 
 
 async def test_a_server_that_ends_is_reported_with_the_end_of_its_log() -> None:
