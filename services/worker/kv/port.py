@@ -23,7 +23,7 @@ from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 
 log = get_log(__name__)
-_REFRESH_S = 0.25
+_REFRESH_S = 0.2  # a multiple of the heartbeats' period: they share wake-ups
 _REPORT_S = 1.0  # the engine may end a short job before the events of its ranks arrive
 _RENEW_SHARE = 1 / 3  # of a lease: two renewals may be lost before it expires
 
