@@ -1,4 +1,4 @@
-"""Health checks over HTTP, cheap enough for one a second.
+"""Health checks over HTTP, cheap enough for one every two seconds.
 
 Run as `python -m services.launcher.health` it is the health check of a container: exit code 0 if
 POLYPHASE_HEALTH_URL answers 2xx.

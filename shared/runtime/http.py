@@ -132,7 +132,7 @@ def exposing(registry: CollectorRegistry, app: ASGIApp) -> ASGIApp:
 
 
 class Health:
-    """Answers GET `/health`, which is requested once a second from each process, and `/ready`, before routers and
+    """Answers GET `/health`, which is requested every two seconds from each process, and `/ready`, before routers and
     models.
 
     Answers come from the event loop, after the lifespan has started: 503 while another part of the process is stuck. A
