@@ -1,8 +1,9 @@
 """Pairs of real engines in processes of their own, and the KV transfer between them that serves; and with them
-`polyphase bench kv_engines`: the rate of each transport.
+`polyphase bench kv_engines`: the rate of each transport, and what share that is of a plain socket's.
 
-The pairs of that bench are all up at once and measured in turns, so that a disturbance by other processes meets all of
-them. A prompt is one chunk, so that its pull begins when all of it is staged: the transfer alone is measured.
+The pairs of that bench are all up at once and measured in turns with the socket, so that a disturbance by other
+processes meets all of them. A prompt is one chunk, so that its pull begins when all of it is staged: the transfer alone
+is measured.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.cluster_files import LlamaShape, make_llama
+from benchmarks.kv import export, read_socket
 from benchmarks.results import Result, result
 from benchmarks.suite import spawned
 from services.worker.kv import lossy_salt, mixed_salt
@@ -201,13 +203,14 @@ TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)
 # Much KV and little to compute: 32 KiB a token in float32.
 SHAPE = LlamaShape(4096, 256, 512, 16, 8, 8, 4096)
 MAX_MODEL_LEN = 2304
-SIZES_MB = (8, 64)
+SIZES_MB = (1, 8, 64)
 ROUNDS = 7
 
 
 def run_kv_engines_bench(transports: Sequence[str] = TRANSPORTS, rounds: int = ROUNDS) -> Result:
-    """Medians over `rounds` of each transport and size."""
+    """Medians over `rounds` of each transport and size; ratios are medians of each round's own."""
     transfers: dict[str, list[TransferReport]] = {}
+    sockets: dict[str, list[float]] = {}  # bytes per second
     memory = {"kv_cache_bytes": 256 << 20, "staging_bytes": 256 << 20}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-kv-engines-")))
@@ -218,17 +221,24 @@ def run_kv_engines_bench(transports: Sequence[str] = TRANSPORTS, rounds: int = R
             "chunk_size": MAX_MODEL_LEN,
             **memory,
         }
+        pipe = stack.enter_context(spawned(export, str(folder)))
+        _, port = pipe.recv()
+        plain = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60.0))
         pairs = {name: stack.enter_context(engine_pair(kv_transport=name, **settings)) for name in transports}
         for turn in range(rounds + 1):
             for size_mb in SIZES_MB:
+                socket_rate = (size_mb << 20) / read_socket(plain, size_mb << 20).seconds
                 for name, pair in pairs.items():
                     transfer = _transfer(pair, name, size_mb, Random(f"{name}-{size_mb}-{turn}"))
                     if turn:  # the first only warms up
                         transfers.setdefault(f"{name}_{size_mb}mb", []).append(transfer)
+                        sockets.setdefault(f"{name}_{size_mb}mb", []).append(socket_rate)
     figures = {}
     for key, each in transfers.items():
-        rate = median(one.wire_bytes / (one.ended_s - one.started_s) for one in each)
-        figures[f"{key}_gb_per_s"] = round(rate / 1e9, 3)
+        rates = [one.wire_bytes / (one.ended_s - one.started_s) for one in each]
+        ratio = median(one / base for one, base in zip(rates, sockets[key], strict=True))
+        figures[f"{key}_gb_per_s"] = round(median(rates) / 1e9, 3)
+        figures[f"{key}_to_socket_ratio"] = round(ratio, 3)
         figures[f"{key}_ms"] = round(median(one.ended_s - one.started_s for one in each) * 1e3, 2)
     return result(figures)
 

@@ -18,7 +18,8 @@ def test_the_transport_is_measured_beside_the_socket() -> None:
     found = run_kv_bench((1,), rounds=3)
     figures, aims = found["figures"], found["aims"]
     assert all(value > 0 for value in figures.values())
-    assert {"tcp_1mb_to_socket_ratio", "tcp_1mb_import_cpu_ratio"} <= figures.keys()
+    ratios = {"tcp_1mb_to_socket_ratio", "tcp_1mb_to_staged_socket_ratio", "tcp_1mb_import_cpu_ratio"}
+    assert ratios <= figures.keys()
     assert any(NIXL_OVER_TCP in name for name in figures) == installed()
     assert aims["tcp_1mb_to_socket_ratio"]["got"] == figures["tcp_1mb_to_socket_ratio"]
     assert all(aim["want"].startswith("<=" if "cpu" in name else ">=") for name, aim in aims.items())
@@ -86,5 +87,6 @@ def test_a_transport_moves_kv_between_engines() -> None:
     """NIXL where it is installed; the test of the codecs moves KV over TCP."""
     transport = TRANSPORTS[-1]
     figures = run_kv_engines_bench((transport,), rounds=1)["figures"]
-    assert {f"{transport}_{size}mb_gb_per_s" for size in (8, 64)} <= figures.keys()
+    names = ("gb_per_s", "to_socket_ratio", "ms")
+    assert {f"{transport}_{size}mb_{name}" for size in (1, 8, 64) for name in names} == figures.keys()
     assert all(value > 0 for value in figures.values())

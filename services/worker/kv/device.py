@@ -334,7 +334,7 @@ class Blocks:
         with self.copies.writing(self.freed):
             return self.codec.decode(*own, slots, payload, dtype, codec)
 
-    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+    def room(self, layers: tuple[int, int], tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         """None: blocks hold KV in an order of their own."""
         return []
 

@@ -13,6 +13,7 @@ from services.worker.kv.rank_messages import KvEvent
 from services.worker.kv.wire.protocol import decoded
 
 _MAX_EVENT_BYTES = 64 << 10  # bound of one event that the worker accepts
+_NOBLOCK = int(zmq.NOBLOCK)
 _HIGH_WATER = 100_000  # events queued at each end; beyond it, a rank loses events
 
 
@@ -32,7 +33,7 @@ class EventSender:
     def send(self, event: KvEvent) -> None:
         with self._lock:
             try:
-                self._socket.send(self._encoder.encode(event), zmq.NOBLOCK)
+                self._socket.send(self._encoder.encode(event), _NOBLOCK)
             except zmq.ZMQError:
                 self.lost += 1
 

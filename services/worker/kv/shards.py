@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -64,7 +64,7 @@ class Shards:
         raise KvError(KvFault.INVALID, f"{kv_heads} KV heads over {ranks} ranks")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with a __dict__, for the cached properties
 class RankShape:
     """The layers and heads of a component that rank `rank` holds, in `dtype`.
 
@@ -99,17 +99,17 @@ class RankShape:
         k_and_v = self.kind is KvKind.HEADS and self.sides == 2 and self.dtype.itemsize > 1
         return wanted if k_and_v else Codec.RAW
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, int]:
         """[start, end) of the rank."""
         return self.shards.layers_of(self.rank)
 
-    @property
+    @cached_property
     def heads(self) -> tuple[int, int]:
         """[start, end) of the rank. Raises KvError(INVALID)."""
         return self.shards.heads_of(self.rank)
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer: all sides and heads of the rank."""
         start, end = self.heads

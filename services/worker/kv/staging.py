@@ -23,6 +23,7 @@ import torch
 
 from services.worker.kv import KvError, KvFault
 from services.worker.kv.rank_messages import RankStats
+from services.worker.kv.wire.protocol import FRAME_BYTES, checksum
 from shared.domain.kv import TOKEN_GROUP, Codec
 
 _REMEMBERED = 4096  # ended transfers whose reason is kept, so that a late pull fails at once
@@ -39,16 +40,35 @@ Allocate = Callable[[int], torch.Tensor]  # that many bytes
 class Segment:
     """Tokens [token_start, token_end) of a component: contiguous [layers, sides, tokens, heads, head_dim] on the
     host.
+
+    It holds what a pull would otherwise wait for: the bytes, and the checksum of each run of `frame_layers` layers,
+    which are the payloads of a pull of all tokens, heads and layers.
     """
 
     token_start: int
     token_end: int
     kv: torch.Tensor
     component: int = 0
-    data: memoryview = field(init=False)  # its bytes, made here because torch is slow at it and no pull waits yet
+    data: memoryview = field(init=False)
+    frame_layers: int = field(init=False)
+    digests: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", self.kv.view(torch.uint8).reshape(-1).numpy().data)
+        data = self.kv.view(torch.uint8).reshape(-1).numpy().data
+        layer_bytes = max(1, len(data) // self.kv.shape[0])
+        frame_layers = max(1, FRAME_BYTES // layer_bytes)  # as RankShape.layers_a_frame
+        frames = range(0, len(data), frame_layers * layer_bytes)
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "frame_layers", frame_layers)
+        object.__setattr__(
+            self, "digests", tuple(checksum(data[at : at + frame_layers * layer_bytes]) for at in frames)
+        )
+
+    def digest(self, start: int, end: int) -> int | None:
+        """The checksum of layers [start, end), counted from the first, where it is held."""
+        frame, ahead = divmod(start, self.frame_layers)
+        held = not ahead and end == min(start + self.frame_layers, self.kv.shape[0])
+        return self.digests[frame] if held else None
 
 
 @dataclass(frozen=True, slots=True)

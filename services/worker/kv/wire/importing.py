@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cache
+from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +23,21 @@ from services.worker.kv.wire.tcp_transport import TcpLink
 from shared.domain.instance import KvKind
 from shared.domain.kv import Codec, KvHandle
 
-Arrived = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of a part that have arrived
+_IDENTITY = (  # fields of a frame that are the same for all frames of a part
+    "transfer_id",
+    "generation",
+    "codec",
+    "dtype",
+    "component",
+    "layers",
+    "sides",
+    "head_dim",
+    "head_start",
+    "head_end",
+    "rank",
+    "ranks",
+)
+_identity = attrgetter(*_IDENTITY)
 _log = logging.getLogger(__name__)
 EIGHT_BIT = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -32,6 +48,7 @@ WIDER = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.
 DTYPES = {**WIDER, **EIGHT_BIT}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -68,9 +85,9 @@ class Destination(Protocol):
         payload is used again once this returns.
         """
 
-    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
-        """Memory for [sides, tokens, heads, head_dim] of one layer in this order, into which the KV is received
-        directly; it may then turn out to be wrong, which fails the import. Empty where there is none.
+    def room(self, layers: tuple[int, int], tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+        """Memory for [layers, sides, tokens, heads, head_dim] in this order, into which the KV is received directly; it
+        may then turn out to be wrong, which fails the import. Empty where there is none. The fewer views, the cheaper.
         """
 
     def finish(self) -> None:
@@ -168,7 +185,10 @@ class Import:
 
 
 class Part:
-    """What one exporter rank, over one connection, contributes to a component of an import."""
+    """What one exporter rank, over one connection, contributes to a component of an import.
+
+    Frames arrive in their order: a run of tokens, layer by layer, then the next tokens.
+    """
 
     def __init__(
         self, owner: Import, source: Source, shape: RankShape, link: TcpLink, pull_id: int, window_bytes: int
@@ -185,14 +205,41 @@ class Part:
         self._received_bytes = 0
         self._losses = link.losses
         self._sequence = 0
-        start, end = self.tokens
-        self._arrived = np.zeros((source.layer_end - source.layer_start, end - start), dtype=bool)
-        self._missing = self._arrived.size
+        if self.tokens[0] >= self.tokens[1]:
+            raise KvError(KvFault.INVALID, f"nothing to pull in tokens {self.tokens}")
+        self._token = self._run_end = self.tokens[0]  # the present run of tokens; it is empty before its first layers
+        self._layer = source.layer_start  # the next one of the run
+
+    def _identity(self) -> tuple[object, ...]:
+        """What `_IDENTITY` has to be in a frame of the part."""
+        handle, source, shape = self.owner.handle, self.source, self.shape
+        return (
+            handle.transfer_id,
+            handle.generation,
+            self.codec,
+            self.dtype,
+            source.component,
+            shape.shards.layers,
+            shape.sides,
+            shape.head_dim,
+            source.head_start,
+            source.head_end,
+            source.rank,
+            len(handle.endpoints),
+        )
+
+    def _size_bytes(self) -> float:
+        """Payload bytes of the part; infinite where that depends on how it is coded."""
+        dtype, source, (start, end) = DTYPES.get(self.dtype), self.source, self.tokens
+        if self.codec is not Codec.RAW or dtype is None:
+            return math.inf
+        rows = (source.layer_end - source.layer_start) * self.shape.sides * (end - start)
+        return rows * (source.head_end - source.head_start) * self.shape.head_dim * dtype.itemsize
 
     @property
     def done(self) -> bool:
         """Whether every layer of every token has arrived."""
-        return self._missing == 0
+        return self._token >= self.tokens[1]
 
     @property
     def owed_bytes(self) -> int:
@@ -201,8 +248,11 @@ class Part:
 
     @property
     def wants_grant(self) -> bool:
-        """Whether enough was consumed for a message, each of which wakes threads on both sides."""
-        return not self.done and self.owed_bytes >= self._window_bytes // 2
+        """Whether enough was consumed for a message, each of which wakes threads on both sides, and the exporter may
+        not send everything yet.
+        """
+        worth = not self.done and self.owed_bytes >= self._window_bytes // 2
+        return worth and self.granted_bytes < self._size_bytes()
 
     @property
     def expects(self) -> bool:
@@ -225,10 +275,11 @@ class Part:
         if sent.frames > self._sequence:
             raise KvError(KvFault.PROTOCOL, f"{sent.frames - self._sequence} frames were lost on the way")
 
-    def admit(self, arrived: Arrived, size_bytes: int) -> None:
-        """Note that the next frame has arrived; `arrived` is what `expected` returned for it."""
-        arrived[:] = True
-        self._missing -= arrived.size
+    def admit(self, frame: Frame, size_bytes: int) -> None:
+        """Note that the next frame has arrived, which was checked."""
+        self._layer, self._run_end = frame.layer_end, frame.token_end
+        if self._layer == self.source.layer_end:
+            self._layer, self._token = self.source.layer_start, self._run_end
         self._sequence += 1
         self._received_bytes += size_bytes
 
@@ -237,39 +288,20 @@ class Part:
         """The exporter's. A state is in the dtype that the model prescribes; K and V are in the engine's."""
         return dtype_name(self.shape.dtype) if self.shape.kind is KvKind.STATE else self.owner.handle.dtype
 
-    def expected(self, frame: Frame) -> Arrived:
-        """The layers and tokens that the frame adds, none of which have arrived. Raises KvError(PROTOCOL) unless it
-        is the next frame and fits the pull.
-        """
-        handle, source, shape = self.owner.handle, self.source, self.shape
-        wanted = {
-            "transfer_id": handle.transfer_id,
-            "generation": handle.generation,
-            "codec": self.codec,
-            "dtype": self.dtype,
-            "component": source.component,
-            "layers": shape.shards.layers,
-            "sides": shape.sides,
-            "head_dim": shape.head_dim,
-            "head_start": source.head_start,
-            "head_end": source.head_end,
-            "rank": source.rank,
-            "ranks": len(handle.endpoints),
-            "sequence": self._sequence,
-        }
-        for name, value in wanted.items():
-            if (got := getattr(frame, name)) != value:
-                raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: its {name} is {got}, not {value}")
-        start, end = self.tokens
-        inside = start <= frame.token_start < frame.token_end <= end
-        if not inside or not source.layer_start <= frame.layer_start < frame.layer_end <= source.layer_end:
+    def check(self, frame: Frame) -> None:
+        """Raises KvError(PROTOCOL) unless the frame is the next one and fits the pull."""
+        identity = self._identity()
+        if frame.sequence != self._sequence or _identity(frame) != identity:
+            wanted = dict(zip(_IDENTITY, identity, strict=True)) | {"sequence": self._sequence}
+            name = next(name for name, value in wanted.items() if getattr(frame, name) != value)
+            got = f"its {name} is {getattr(frame, name)}, not {wanted[name]}"
+            raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: {got}")
+        inside = self._token < frame.token_end <= self.tokens[1] and self._layer < frame.layer_end
+        if not inside or frame.layer_end > self.source.layer_end:
             raise KvError(KvFault.PROTOCOL, "frame is out of range")
-        tokens = slice(frame.token_start - start, frame.token_end - start)
-        first = source.layer_start
-        arrived = self._arrived[frame.layer_start - first : frame.layer_end - first, tokens]
-        if np.count_nonzero(arrived):
-            raise KvError(KvFault.PROTOCOL, "frame overlaps an earlier one")
-        return arrived
+        goes_on = (frame.token_start, frame.layer_start) == (self._token, self._layer)
+        if not goes_on or (self._run_end > self._token and frame.token_end != self._run_end):
+            raise KvError(KvFault.PROTOCOL, "frame does not go on where the one before it ends")
 
 
 def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
@@ -315,12 +347,7 @@ def direct_views(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
     if frame.codec.lossy or dtype is None or dtype is not to.dtype or not inside or frame.scales:
         return []
     tokens, heads = (frame.token_start, frame.token_end), (frame.head_start, frame.head_end)
-    views: list[memoryview] = []
-    for layer in range(frame.layer_start, frame.layer_end):
-        room = to.room(layer, tokens, heads)
-        if not room:
-            return []
-        views.extend(room)
+    views = to.room((frame.layer_start, frame.layer_end), tokens, heads)
     return views if sum(view.nbytes for view in views) == size_bytes == math.prod(frame.shape) * dtype.itemsize else []
 
 
@@ -330,9 +357,8 @@ def check_frame(frame: Frame, received: Received) -> None:
     """
     if frame.dtype not in DTYPES:
         raise KvError(KvFault.PROTOCOL, f"unknown dtype {frame.dtype}")
-    sent = received.sent_checksum
-    expected = {frame.checksum} if sent is None else {sent, frame.checksum or sent}
-    if expected != {received.checksum}:
+    sent = received.sent_checksum if received.sent_checksum is not None else frame.checksum
+    if received.checksum != sent or (frame.checksum and frame.checksum != sent):
         raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")
 
 

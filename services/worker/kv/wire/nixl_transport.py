@@ -44,7 +44,7 @@ from services.worker.kv.wire.protocol import (
     decode_reply,
     encode_message,
 )
-from services.worker.kv.wire.tcp_transport import Place, TcpLink, TcpListener, TcpTransport
+from services.worker.kv.wire.tcp_transport import Events, Place, TcpLink, TcpListener, TcpTransport
 
 _log = logging.getLogger(__name__)
 _HELLO_S = 3.0  # how long the trial may take, from the connection on
@@ -70,6 +70,8 @@ def _is_nixl(address: str) -> bool:
 
 class NixlTransport(TcpTransport):
     """TCP, and NIXL for addresses of the scheme `nixl`, which say that the exporter has it."""
+
+    shared = False
 
     def __init__(
         self,
@@ -117,9 +119,12 @@ class NixlTransport(TcpTransport):
         if isinstance(link, NixlLink):
             self._nixl_links.remove(link)
 
-    def wait(self, timeout_s: float) -> list[TcpLink]:
-        waited = self._wait_for_nixl(timeout_s)
-        ready = super().wait(0.0 if waited else timeout_s)
+    def poll(self, timeout_s: float) -> Events:
+        """Where NIXL is active it also makes progress, so it is not `shared`."""
+        return super().poll(0.0 if self._wait_for_nixl(timeout_s) else timeout_s)
+
+    def handle(self, events: Events) -> list[TcpLink]:
+        ready = super().handle(events)
         self._progress()
         return [*ready, *(link for link in self._nixl_links if link.ready and link not in ready)]
 
@@ -268,9 +273,9 @@ class NixlLink(TcpLink):
         if self.carrier == "tcp":
             super().keep()
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, *, lingers: bool = False) -> None:
         if self._phase is not _Phase.HELLO:
-            super().send(message)
+            super().send(message, lingers=lingers)
         else:
             self._queued.append(message)
             del self._queued[:-_MAX_QUEUED]
@@ -517,14 +522,14 @@ class NixlListener(TcpListener):
             self._handle(name, message)
         return None
 
-    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
+    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None, digest: int | None = None) -> bool:
         """A payload for which there is no room among the copies goes over TCP."""
         known = self._nixl_peers.get(peer)
         registered = None
         if payload is not None and len(payload) and known is not None and known.ready:
             registered = self._exports.registered(payload)
         if payload is None or known is None or registered is None:
-            return super().send(peer, header, payload)
+            return super().send(peer, header, payload, digest)
         address, kept = registered
         known.number += 1
         self._received_mono = time.monotonic()

@@ -19,7 +19,6 @@ from services.worker.kv.shards import RankShape, Source, exporting, sources, wit
 from services.worker.kv.wire import protocol
 from services.worker.kv.wire.importing import (
     DTYPES,
-    Arrived,
     Import,
     Load,
     Part,
@@ -41,6 +40,7 @@ TURN_S = 0.1  # between two looks at deadlines
 _POLL_S = 0.5  # between two notices to exporters that repeat the grant, which they answer where something was lost
 _BURST = 64  # messages of one link before the others get their turn
 _MESSAGE_CHARS = 200  # of the reason that an exporter gives
+_MAX_ROUTES = 256
 _SWEEP_S = 5.0  # between two looks at idle links
 
 OnEnd = Callable[[str, PullEnded], None]  # with the request's id
@@ -51,6 +51,9 @@ class Puller:
     thread.
 
     `on_end` is called exactly once for each load; its destination is not used after that.
+
+    The thread holds `_turn` while it does something. The thread of a load that finds it waiting, and connected to the
+    exporters, sends the pull itself: one wake-up less before the first byte.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Puller:
         self._enter = enter
         self._commands: deque[Callable[[Imports], None]] = deque()
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of whoever uses `imports` and the links
         self._stopping = self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
 
@@ -81,8 +85,24 @@ class Puller:
 
     def load(self, load: Load) -> None:
         """Begin, or let a prefetch go on into its blocks."""
+        if self._load_at_once(load):
+            return
         if not self.post(lambda imports: imports.load(load)):
             self.imports.reject(load, KvError(KvFault.STOPPED))
+
+    def _load_at_once(self, load: Load) -> bool:
+        """Begin the load on the calling thread; False where that is not possible."""
+        if not self._transport.shared or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._closed or self._commands or not self.imports.can_begin(load):
+                return False
+            error = self.imports.begin(load)
+        finally:
+            self._turn.release()
+        if error is not None:  # it ends on the puller's thread, as all do
+            self.post(lambda imports: imports.end(load, error))
+        return True
 
     def post(self, command: "Callable[[Imports], None]") -> bool:
         """Have a command run on the puller's thread; False when that has ended. Callable from any thread."""
@@ -102,19 +122,22 @@ class Puller:
         try:
             self._enter()
             while not self._stopping:
-                for link in self._transport.wait(TURN_S):
-                    self.imports.receive(link)
-                self._run_commands()
-                self.imports.check()
+                events = self._transport.poll(TURN_S)
+                with self._turn:
+                    for link in self._transport.handle(events):
+                        self.imports.receive(link)
+                    self._run_commands()
+                    self.imports.check()
         except Exception as error:
             _log.exception("the KV puller of rank %d ended", self._rank)
             self._on_death("puller", error)
         finally:
-            with self._lock:
-                self._closed = True
-            self._run_commands()
-            self.imports.end_all(KvError(KvFault.STOPPED))
-            self._transport.close()
+            with self._turn:
+                with self._lock:
+                    self._closed = True
+                self._run_commands()
+                self.imports.end_all(KvError(KvFault.STOPPED))
+                self._transport.close()
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -127,14 +150,14 @@ class _Announced:
 
     header: Buffer
     message: protocol.Reply | None
-    arrived: Arrived | None = None  # what it adds to its part, once it has been checked
+    checked: bool = False  # whether it is the next frame of its part
 
 
 _NOTHING = _Announced(b"", None)
 
 
 class Imports:
-    """The imports under way on one rank. The puller's thread owns it."""
+    """The imports under way on one rank. The thread that has the puller's turn owns it."""
 
     def __init__(
         self,
@@ -166,7 +189,23 @@ class Imports:
         else:
             if known is not None:
                 self._end(known, KvError(KvFault.CANCELLED))
-            self._begin(load.handle, (load.token_start, load.token_end), load.timeout_s, load)
+            error = self.begin(load)
+            if error is not None:
+                self.end(load, error)
+
+    def can_begin(self, load: Load) -> bool:
+        """Whether `begin` concerns no other import, and all exporters are connected."""
+        return load.handle.transfer_id not in self._imports and self.peers.connected(load.handle)
+
+    def begin(self, load: Load) -> KvError | None:
+        """Send the pulls of a load; the error that must `end` it."""
+        return self._begin(load.handle, (load.token_start, load.token_end), load.timeout_s, load)
+
+    def end(self, load: Load, error: KvError) -> None:
+        """End a load that may have ended already."""
+        known = self._imports.get(load.handle.transfer_id)
+        if known is not None and known.load is load:
+            self._end(known, error)
 
     def _covers(self, known: Import, load: Load) -> bool:
         """Whether a prefetch has all that the load needs: a window is that before the end of either."""
@@ -191,7 +230,9 @@ class Imports:
     def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
         if handle.transfer_id not in self._imports and self._has_inbox_room(self._limits.window_bytes):
             self._stats.prefetches += 1
-            self._begin(handle, (handle.start, tokens), timeout_s, None)
+            error = self._begin(handle, (handle.start, tokens), timeout_s, None)
+            if error is not None:
+                self._end(self._imports[handle.transfer_id], error)
 
     def accept(self, transfer_id: str) -> None:
         """The decode of a prefetch was accepted here: the exporters may free it once all of it is in the inbox."""
@@ -226,7 +267,7 @@ class Imports:
         self._stats.pulls_failed += not ended.ok
         self._on_end(load.request_id, ended)
 
-    def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> None:
+    def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> KvError | None:
         now = time.monotonic()
         new = self._imports[handle.transfer_id] = Import(
             handle=handle,
@@ -244,11 +285,11 @@ class Imports:
         try:
             self.peers.pull(new, self._limits.stall_s)
         except OSError as error:
-            self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
+            return KvError(KvFault.UNREACHABLE, str(error))
         except Exception as error:
-            self._end(new, as_kv_error(error))
-        else:
-            self._parts.update({part.pull_id: part for part in new.parts})
+            return as_kv_error(error)
+        self._parts.update({part.pull_id: part for part in new.parts})
+        return None
 
     def _end(self, known: Import, error: KvError | None = None) -> None:
         """End an import and notify the exporters and the owner of its load. Its destination is not used after this."""
@@ -303,9 +344,10 @@ class Imports:
         if part is None or part.owner.load is None or not isinstance(frame, Frame):
             return None
         try:
-            announced.arrived = part.expected(frame)
+            part.check(frame)
         except KvError:  # raised again once the payload has arrived
             return None
+        announced.checked = True
         views = direct_views(frame, size_bytes, part.owner.load)
         return Placement(part.owner, views) if views else None
 
@@ -323,18 +365,19 @@ class Imports:
 
     def _handle(self, part: Part, message: protocol.Reply, received: protocol.Received) -> None:
         match message:
+            case Frame():
+                self._handle_frame(part, message, received)
             case protocol.Failed():
                 fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
                 raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
             case protocol.Sent():
                 part.compare(message)
-            case Frame():
-                self._handle_frame(part, message, received)
 
     def _handle_frame(self, part: Part, frame: Frame, received: protocol.Received) -> None:
         known, size, payload = part.owner, received.payload_bytes, received.payload
-        arrived = self._read(received.header).arrived
-        part.admit(part.expected(frame) if arrived is None else arrived, size)
+        if not self._read(received.header).checked:
+            part.check(frame)
+        part.admit(frame, size)
         check_frame(frame, received)
         known.progress_mono = time.monotonic()
         known.wire_bytes += size
@@ -407,13 +450,23 @@ class Imports:
             self.peers.close_unused({part.link for part in self._parts.values()})
 
 
-def send(link: TcpLink, message: protocol.Message) -> None:
-    """Best effort: deadlines find a message that was not sent."""
-    link.send(protocol.encode_message(message))
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where a rank pulls KV from, of all exporters with the same ranks and stages, and whom it notifies at the end:
+    exporter ranks with their number of consumers.
+    """
+
+    sources: tuple[Source, ...]
+    confirmed: dict[int, int]
+
+
+def send(link: TcpLink, message: protocol.Message, *, lingers: bool = False) -> None:
+    """Best effort: deadlines find a message that was not sent. See `TcpLink.send`."""
+    link.send(protocol.encode_message(message), lingers=lingers)
 
 
 class Peers:
-    """Links to exporters by address, several where that is set. The puller's thread owns it."""
+    """Links to exporters by address, several where that is set. The thread that has the puller's turn owns it."""
 
     def __init__(
         self, transport: TcpTransport, shapes: tuple[RankShape, ...], limits: PullLimits, place: Place
@@ -428,6 +481,7 @@ class Peers:
         self._place = place
         self._last_pull_id = 0
         self._used_mono: dict[tuple[str, int], float] = {}  # monotonic
+        self._routes: dict[tuple[int, tuple[int, ...]], _Route] = {}  # by an exporter's ranks and stages
 
     def pull(self, wanted: Import, silence_s: float) -> None:
         """Send a pull to every exporter rank that has layers and heads of this rank's; exporters forget it after
@@ -437,7 +491,7 @@ class Peers:
         KvError or OSError, with the parts filled so far.
         """
         handle = wanted.handle
-        lanes = [(lane, part) for source in self._sources(handle) for lane, part in self._divided(source, wanted)]
+        lanes = [(lane, part) for source in self._route(handle).sources for lane, part in self._divided(source, wanted)]
         window_bytes = max(1, self._window_bytes // len(lanes))
         for lane, source in lanes:
             link = self._link(handle.endpoints[source.rank], lane)
@@ -465,10 +519,37 @@ class Peers:
             )
             send(link, pull)
 
-    def _sources(self, handle: KvHandle) -> tuple[Source, ...]:
-        return sources(self._rank, self._shards, exporting(handle, self._shards))
+    def _route(self, handle: KvHandle) -> _Route:
+        """Raises KvError(INVALID) where the exporter's ranks and layers do not fit this instance."""
+        key = len(handle.endpoints), handle.stages
+        route = self._routes.get(key)
+        if route is None:
+            exporters = exporting(handle, self._shards)
+            found = sources(self._rank, self._shards, exporters)
+            confirmed = {each.rank: each.consumers for each in found}
+            if self._rank == 0:
+                confirmed |= dict.fromkeys(without_importer(self._shards, exporters), 1)
+            if len(self._routes) >= _MAX_ROUTES:
+                self._routes.clear()
+            route = self._routes[key] = _Route(found, confirmed)
+        return route
+
+    def connected(self, handle: KvHandle) -> bool:
+        """Whether there is a connection for each pull of the handle."""
+        try:
+            route = self._route(handle)
+        except KvError:
+            return False
+        for source in route.sources:
+            for lane in range(self._connections):
+                link = self.links.get((handle.endpoints[source.rank], lane))
+                if link is None or not link.connected:
+                    return False
+        return True
 
     def _divided(self, source: Source, wanted: Import) -> list[tuple[int, Source]]:
+        if self._connections == 1:
+            return [(0, source)]
         shape = self._shapes[source.component]
         layers, heads = source.layer_end - source.layer_start, source.head_end - source.head_start
         dtype = DTYPES.get(wanted.handle.dtype)
@@ -480,15 +561,13 @@ class Peers:
         return list(enumerate(replace(source, layer_start=start, layer_end=end) for start, end in pairwise(bounds)))
 
     def confirm(self, handle: KvHandle) -> None:
-        """Notify the exporters that this rank needs no more of the handle. Best effort: leases expire anyway."""
-        rank, ours = self._rank, self._shards
+        """Notify the exporters that this rank needs no more of the handle, with the next message to them or a moment
+        later. Best effort: leases expire anyway.
+        """
         try:
-            consumers = {each.rank: each.consumers for each in self._sources(handle)}
-            if rank == 0:
-                consumers |= dict.fromkeys(without_importer(ours, exporting(handle, ours)), 1)
-            for exporter, count in consumers.items():
-                confirm = protocol.Confirm(handle.transfer_id, handle.generation, rank, count)
-                send(self._link(handle.endpoints[exporter], 0), confirm)
+            for exporter, count in self._route(handle).confirmed.items():
+                confirm = protocol.Confirm(handle.transfer_id, handle.generation, self._rank, count)
+                send(self._link(handle.endpoints[exporter], 0), confirm, lingers=True)
         except (KvError, OSError) as error:
             _log.debug("cannot confirm %s: %s", handle.transfer_id, error)
 
@@ -497,7 +576,7 @@ class Peers:
         renewal follows soon.
         """
         try:
-            for exporter in {source.rank for source in self._sources(handle)}:
+            for exporter in {source.rank for source in self._route(handle).sources}:
                 renew = protocol.Renew(handle.transfer_id, handle.generation)
                 send(self._link(handle.endpoints[exporter], 0), renew)
         except (KvError, OSError) as error:

@@ -170,12 +170,13 @@ class KvServer:
         transfer = self._pool.open(serving.pull.transfer_id)
         if transfer is None or not self._listener.sends_at_once(peer):
             return False
-        seal = not self._listener.seals or self._corrupt()
-        next_frame = serving.next_frame(transfer, self._generation, seal=seal)
+        corrupt = self._corrupt()
+        next_frame = serving.next_frame(transfer, self._generation, seal=corrupt or not self._listener.seals)
         if next_frame is None:
             return False
-        frame, payload = next_frame
-        if not self._send(peer, frame, self._faulty(payload)):
+        frame, payload, digest = next_frame
+        payload, digest = (_corrupted(payload), None) if corrupt else (payload, digest)
+        if not self._send(peer, frame, payload, digest):
             self._servings.pop(key, None)
             return False
         self.stats.sent_bytes += len(payload)
@@ -185,13 +186,6 @@ class KvServer:
         else:
             self._servings[key] = self._servings.pop(key)  # other pulls on the same connection come first the next time
         return True
-
-    def _faulty(self, payload: Buffer) -> Buffer:
-        if not self._corrupt():
-            return payload
-        copy = bytearray(payload)
-        copy[len(copy) // 2] ^= 0x40
-        return copy
 
     def _fail(self, key: _PullKey, error: KvError) -> None:
         serving = self._servings.pop(key)
@@ -211,8 +205,16 @@ class KvServer:
             if serving.deadline_mono <= now:
                 self._fail(key, KvError(KvFault.TIMEOUT, "the importer sent nothing for too long"))
 
-    def _send(self, peer: bytes, message: protocol.Message, payload: Buffer | None = None) -> bool:
-        return self._listener.send(peer, protocol.encode_message(message), payload)
+    def _send(
+        self, peer: bytes, message: protocol.Message, payload: Buffer | None = None, digest: int | None = None
+    ) -> bool:
+        return self._listener.send(peer, protocol.encode_message(message), payload, digest)
+
+
+def _corrupted(payload: Buffer) -> Buffer:
+    copy = bytearray(payload)
+    copy[len(copy) // 2] ^= 0x40
+    return copy
 
 
 class Serving:
@@ -244,9 +246,9 @@ class Serving:
     def finished(self) -> bool:
         return self._token >= self.pull.token_end
 
-    def next_frame(self, transfer: Transfer, generation: int, *, seal: bool) -> tuple[Frame, Buffer] | None:
-        """The next frame and its payload; None while nothing is staged for it or the grant is used up. `seal`: the
-        frame carries the payload's checksum.
+    def next_frame(self, transfer: Transfer, generation: int, *, seal: bool) -> tuple[Frame, Buffer, int | None] | None:
+        """The next frame, its payload and, where it is known, the checksum of that; None while nothing is staged for it
+        or the grant is used up. `seal`: the frame carries the checksum.
 
         Raises KvError when the transfer is complete and has not all tokens of the pull, or cannot be coded.
         """
@@ -258,6 +260,7 @@ class Serving:
                 raise KvError(KvFault.INVALID, f"only {transfer.token_end} tokens were exported")
             return None
         end = min(segment.token_end, self.pull.token_end)
+        digest = None
         staged = self._staged(segment, end) if isinstance(segment, CodedSegment) else None
         if staged is not None:
             last_layer, payload = staged
@@ -266,10 +269,12 @@ class Serving:
             heads = self.pull.head_end - self.pull.head_start
             layers = self._shape.layers_a_frame(end - self._token, heads, self.pull.codec)
             last_layer = min(self.pull.layer_end, self._layer + layers)
-            payload = self._payload(segment, last_layer, end)
-        frame = self._header(transfer, generation, last_layer, end, protocol.checksum(payload) if seal else 0)
+            payload, digest = self._payload(segment, last_layer, end)
+        if seal and digest is None:
+            digest = protocol.checksum(payload)
+        frame = self._header(transfer, generation, last_layer, end, digest or 0 if seal else 0)
         self._advance(last_layer, end, len(payload))
-        return frame, payload
+        return frame, payload, digest
 
     def _find(self, transfer: Transfer) -> Segment | CodedSegment | None:
         segments = transfer.segments.get(self.pull.component, [])
@@ -309,16 +314,17 @@ class Serving:
             self._restored = Segment(segment.token_start, segment.token_end, kv)
         return self._restored
 
-    def _payload(self, segment: Segment, last_layer: int, end: int) -> Buffer:
-        """The coded KV of layers up to `last_layer` and tokens up to `end`; a view where whole segments and all
-        heads are wanted unchanged.
+    def _payload(self, segment: Segment, last_layer: int, end: int) -> tuple[Buffer, int | None]:
+        """The coded KV of layers up to `last_layer` and tokens up to `end`, and its checksum where that is known. It is
+        a view where whole segments and all heads are wanted unchanged.
         """
         pull = self.pull
         whole = self._token == segment.token_start and end == segment.token_end
         if pull.codec.lossy or not whole or (pull.head_start, pull.head_end) != self._shape.heads:
-            return encode(self._cut(segment, self._layer, last_layer, end), pull.codec).numpy().data
+            return encode(self._cut(segment, self._layer, last_layer, end), pull.codec).numpy().data, None
         first, layer_bytes = self._shape.layers[0], self._shape.token_bytes * (end - self._token)
-        return segment.data[(self._layer - first) * layer_bytes : (last_layer - first) * layer_bytes]
+        start, last = self._layer - first, last_layer - first
+        return segment.data[start * layer_bytes : last * layer_bytes], segment.digest(start, last)
 
     def _cut(self, segment: Segment, layer: int, last_layer: int, end: int) -> torch.Tensor:
         first_layer, first_head = self._shape.layers[0], self._shape.heads[0]

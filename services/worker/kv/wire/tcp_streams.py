@@ -4,8 +4,8 @@ cluster's key.
 A message is a prefix, a header, and optionally a payload with its checksum. The prefix has 16 bytes, little-endian: a
 mark, the sizes of header and payload, and a checksum over these, so that a reader notices flipped bits before it waits
 for bytes that are not sent. A prefix without header and payload is a heartbeat, which a listener sends back. The
-payload is followed by its xxh3_64, 8 bytes, little-endian: each side hashes a piece while it is in the cache, and the
-first bytes are sent before the last ones were hashed.
+payload is followed by its xxh3_64, 8 bytes, little-endian: the reader hashes a piece while it is in the cache. So does
+the writer of a payload whose checksum it does not know, and sends the first bytes before it has hashed the last ones.
 
 For TLS, both sides show a certificate that follows from the cluster's key pair, and accept no other. There is no
 authority to run and nothing to distribute: every process with the pair of the cluster file can make the certificate,
@@ -19,7 +19,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -41,6 +41,7 @@ DIGEST_BYTES = 8
 _VIEWS = 64  # of one call of a connection: more gain nothing
 _AHEAD_BYTES = 4096  # read along with a prefix: at most this much of a payload is copied once more
 _READ_BYTES = 512 << 10  # read at once: the data is still in the cache when it is hashed
+_MORE_BYTES = 128 << 10  # a read of this much takes so long that more has arrived meanwhile
 _WORTH_BYTES = _READ_BYTES  # of a payload: less is not worth a wake-up, unless it is the rest
 _WRITE_BYTES = 512 << 10  # sent at once, so that the first piece leaves early
 PlacePayload = Callable[[Buffer, int], Placement | None]  # the memory of a payload, by its header and size; None: any
@@ -189,7 +190,7 @@ class Inbound:
         got = connection.read(views)
         ours = min(got, self._missing)
         self._advance(ours)
-        self.readable = got == wanted
+        self.readable = got == wanted or (self._missing > 0 and got >= _MORE_BYTES)
         self._filled = got - ours
 
     def _advance(self, count: int) -> None:
@@ -223,18 +224,27 @@ class Outbound:
     """Messages that wait to be sent, in order; nothing is copied."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[memoryview, bool]] = deque()  # and whether it is a payload, or what is left of one
+        # And whether it is a payload whose checksum is to be computed, or what is left of one.
+        self._waiting: deque[tuple[memoryview, bool]] = deque()
         self._ready: deque[memoryview] = deque()  # goes first
         self._hash = xxhash.xxh3_64()  # of the payload at the front
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._waiting)
 
-    def put(self, header: bytes, payload: Buffer | None = None) -> None:
+    def put(self, header: bytes, payload: Buffer | None = None, digest: int | None = None) -> None:
+        """`digest`: the checksum of the payload, which is computed where it is missing."""
         size = len(payload) if payload is not None else 0
-        self._waiting.append((memoryview(prefix(len(header), size) + header), False))
-        if payload is not None and size:
-            self._waiting.append((memoryview(payload).cast("B"), True))
+        message = memoryview(prefix(len(header), size) + header)
+        if not size and not self._waiting and len(self._ready) < _VIEWS:
+            self._ready.append(message)
+            return
+        self._waiting.append((message, False))
+        if payload is None or not size:
+            return
+        self._waiting.append((memoryview(payload).cast("B"), digest is None))
+        if digest is not None:
+            self._waiting.append((memoryview(digest.to_bytes(DIGEST_BYTES, "little")), False))
 
     def heartbeat(self) -> None:
         self._waiting.append((memoryview(HEARTBEAT), False))
@@ -245,7 +255,7 @@ class Outbound:
         while ready or self._waiting:
             if not ready:
                 self._prepare()
-            left = connection.write(list(ready))
+            left = connection.write(ready)
             while ready and left >= len(ready[0]):
                 left -= len(ready.popleft())
             if ready:
@@ -262,8 +272,8 @@ class Outbound:
         """Make messages ready, and one piece of a payload: it is in the cache when the kernel copies it."""
         ready, waiting = self._ready, self._waiting
         while waiting and len(ready) < _VIEWS:
-            data, is_payload = waiting.popleft()
-            if not is_payload:
+            data, hashed = waiting.popleft()
+            if not hashed:
                 ready.append(data)
                 continue
             piece, rest = data[:_WRITE_BYTES], data[_WRITE_BYTES:]
@@ -373,10 +383,10 @@ class Connection:
             self._expected = count
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
-    def write(self, views: list[memoryview]) -> int:
+    def write(self, views: Sequence[memoryview]) -> int:
         """Bytes written of the views, in order; fewer than they hold when there is no more room. Raises OSError."""
         try:
-            return self._socket.sendmsg(views)
+            return self._socket.send(views[0]) if len(views) == 1 else self._socket.sendmsg(views)
         except BlockingIOError:
             return 0
 
@@ -512,7 +522,7 @@ class TlsConnection(Connection):
     def expect(self, count: int) -> None:
         """No effect: each record makes the socket readable."""
 
-    def write(self, views: list[memoryview]) -> int:
+    def write(self, views: Sequence[memoryview]) -> int:
         sent = 0
         try:
             for view in views:

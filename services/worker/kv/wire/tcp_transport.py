@@ -1,7 +1,9 @@
 """KV messages over TCP or TLS: one thread and one epoll serve the listener, the connections that it has accepted, and
 the links of the importer. Payloads are received directly into their destination.
 
-The thread that owns a transport waits on it and drains what is ready; other threads may only call `wake`.
+The thread that owns a transport waits on it and drains what is ready; other threads may call `wake`. Where a transport
+is `shared`, its owner polls and handles what it found in two steps, and holds a lock of its own for the second: other
+threads that hold that lock may send on links that are connected.
 """
 
 import errno
@@ -32,6 +34,7 @@ from services.worker.kv.wire.tcp_streams import (
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two looks at what is due
+_LINGER_S = 0.003  # a message that may wait for the next one to the same peer waits so long at most
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 _UNANSWERED_MS = 30_000  # data that is not acknowledged by then: the peer's host is gone
 
@@ -57,6 +60,7 @@ _PAUSE_S = 0.5  # without accepting, when too many files are open
 _LOG_S = 10.0  # between two log lines about peers with wrong keys
 
 SocketAddress = tuple[int, tuple[object, ...]]  # family and address
+Events = list[tuple[int, int]]  # of epoll: descriptors with flags
 Place = Callable[["TcpLink", Buffer, int], Placement | None]  # see tcp_streams.PlacePayload; it raises nothing
 
 
@@ -73,6 +77,8 @@ class TcpTransport:
     plain.
     """
 
+    shared = True  # whether other threads may send: see above
+
     def __init__(self, curve: tuple[str, str] | None = None, *, encrypted: bool = True) -> None:
         self.keys = keys_of(curve, encrypted=encrypted)
         self._epoll = select.epoll()
@@ -82,6 +88,8 @@ class TcpTransport:
         self._lookups: dict[tuple[str, int], list[TcpLink]] = {}  # names that are being resolved, and who waits
         self._resolved: deque[tuple[str, int, list[SocketAddress], str]] = deque()
         self._tick_mono = 0.0
+        self._lingering: set[TcpLink] = set()  # links with messages that wait for a next one
+        self._linger_mono = 0.0  # until when the first of them waits
         self._closed = False
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()  # a closed descriptor may be in use again
@@ -103,19 +111,33 @@ class TcpTransport:
 
     def wait(self, timeout_s: float) -> list["TcpLink"]:
         """Wait until a listener or link has something to receive or `wake` is called; the links that have something."""
+        return self.handle(self.poll(timeout_s))
+
+    def poll(self, timeout_s: float) -> Events:
+        """The first half of `wait`, which changes nothing."""
+        if self.busy:
+            timeout_s = 0.0
+        elif self._lingering:
+            timeout_s = min(timeout_s, self._linger_mono - time.monotonic())
+        return self._epoll.poll(max(0.0, timeout_s))
+
+    def handle(self, events: Events) -> list["TcpLink"]:
+        """The second half of `wait`."""
         ready = {link for link in self._links if not link.drained}
-        events = self._epoll.poll(0.0 if self.busy else max(0.0, timeout_s))
         now_mono = time.monotonic()
-        for watched, flags in [(self._watched.get(descriptor), flags) for descriptor, flags in events]:
-            if watched is None:
+        # An owner that another one has closed since the poll is gone; a descriptor is not watched again before a tick.
+        for descriptor, watched, flags in [(each, self._watched.get(each), flags) for each, flags in events]:
+            if descriptor == self._wakes:
                 self._drain_wakes()
-                continue
-            owner, _ = watched
-            owner.on_event(now_mono, writable=bool(flags & ~_READ))  # an error is found by the next write
-            if isinstance(owner, TcpLink):
-                ready.add(owner)
+            elif watched is not None:
+                owner, _ = watched
+                owner.on_event(now_mono, writable=bool(flags & ~_READ))  # an error is found by the next write
+                if isinstance(owner, TcpLink):
+                    ready.add(owner)
         for listener in self._listeners:
             listener.read_more(now_mono)
+        if self._lingering and now_mono >= self._linger_mono:
+            self._end_lingering()
         if now_mono - self._tick_mono > _TICK_S:
             self._tick_mono = now_mono
             for link in list(self._links):
@@ -127,7 +149,10 @@ class TcpTransport:
     @property
     def busy(self) -> bool:
         """Whether there is data to handle for which no socket becomes readable."""
-        return any(not link.drained for link in self._links) or any(each.unread for each in self._listeners)
+        for link in self._links:
+            if not link.drained:
+                return True
+        return any(each.unread for each in self._listeners) if self._listeners else False
 
     def wake(self) -> None:
         """End the current or next wait. Any thread may call this."""
@@ -136,6 +161,7 @@ class TcpTransport:
                 os.eventfd_write(self._wakes, 1)
 
     def close(self) -> None:
+        self._end_lingering()
         for link in list(self._links):
             link.close()
         for listener in self._listeners:
@@ -145,7 +171,20 @@ class TcpTransport:
             os.close(self._wakes)
         self._epoll.close()
 
+    def _end_lingering(self) -> None:
+        for link in list(self._lingering):
+            link.flush()
+
     # For links and listeners:
+
+    def linger(self, link: "TcpLink", *, waits: bool) -> None:
+        """The link has messages that wait for a next one, or none any more: it is to be flushed within `_LINGER_S`."""
+        if not waits:
+            self._lingering.discard(link)
+            return
+        if not self._lingering:
+            self._linger_mono = time.monotonic() + _LINGER_S
+        self._lingering.add(link)
 
     def watch(self, descriptor: int, owner: _Owner, *, writes: bool) -> None:
         """Call the owner when the socket can be read, or with `writes` also when it can be written."""
@@ -166,6 +205,7 @@ class TcpTransport:
 
     def forget(self, link: "TcpLink") -> None:
         self._links.discard(link)
+        self._lingering.discard(link)
 
     def look_up(self, host: str, port: int, link: "TcpLink") -> None:
         """Resolve a name in a thread of its own, so that a silent name server holds up only the links that need it, and
@@ -225,6 +265,7 @@ class TcpLink:
         self._inbound = Inbound(MAX_FRAME_BYTES)
         self._outbound = Outbound()
         self._unsent: list[bytes] = []  # messages that wait for a connection
+        self._lingering: list[bytes] = []  # messages that are sent behind the next one, or soon
         self._retry_mono, self._pause_s = now_mono, _RETRY_S
         self._now_mono = self._received_mono = self._active_mono = now_mono
         self._heartbeat_mono = math.inf  # since when an answer to a heartbeat is due
@@ -257,15 +298,31 @@ class TcpLink:
         """Payloads on their way to memory that this owner placed are discarded; that memory is not written any more."""
         self._inbound.divert(owner)
 
-    def send(self, message: bytes) -> None:
-        """Queue without blocking. While there is no connection, messages wait for the next one."""
+    def send(self, message: bytes, *, lingers: bool = False) -> None:
+        """Queue without blocking. While there is no connection, messages wait for the next one.
+
+        One that `lingers` is sent behind the next message, in the same call, or after `_LINGER_S`: neither side wakes
+        for it alone where messages are frequent.
+        """
         self._active_mono = self._now_mono
-        if self._state is _State.UP:
-            self._outbound.put(message)
-            self._flush()
-        else:
+        if self._state is not _State.UP:
             self._unsent.append(message)
             del self._unsent[:-_MAX_UNSENT]
+        elif lingers:
+            self._lingering.append(message)
+            self._transport.linger(self, waits=True)
+        else:
+            self._outbound.put(message)
+            self.flush()
+
+    def flush(self) -> None:
+        """Send also the messages that linger."""
+        if self._lingering:
+            for each in self._lingering:
+                self._outbound.put(each)
+            self._lingering.clear()
+            self._transport.linger(self, waits=False)
+        self._flush()
 
     def close(self) -> None:
         self._disconnect()
@@ -400,6 +457,8 @@ class TcpLink:
                 each.close()
         self._raw = self._connection = None
         self._outbound.clear()
+        self._lingering.clear()
+        self._transport.linger(self, waits=False)
         self.drained = True
 
     def _enter(self, state: _State) -> None:
@@ -438,10 +497,12 @@ class TcpListener:
         known = self._peers.get(peer)
         return known is None or not known.outbound
 
-    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
-        """Send without blocking or copying the payload, which must not change later; False when the peer is gone."""
+    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None, digest: int | None = None) -> bool:
+        """Send without blocking or copying the payload, which must not change later; False when the peer is gone.
+        `digest` is its checksum, where that is known.
+        """
         known = self._peers.get(peer)
-        return known is not None and known.send(header, payload)
+        return known is not None and known.send(header, payload, digest)
 
     def has(self, peer: bytes) -> bool:
         return peer in self._peers
@@ -547,11 +608,11 @@ class TcpPeer:
             self._stuck_mono = 0.0 if writable else self._stuck_mono
             self._flush()
 
-    def send(self, header: bytes, payload: Buffer | None = None) -> bool:
+    def send(self, header: bytes, payload: Buffer | None, digest: int | None) -> bool:
         if len(self.outbound) > _MAX_WAITING:
             self.end(TimeoutError("it accepts no answers"))
             return False
-        self.outbound.put(header, payload)
+        self.outbound.put(header, payload, digest)
         return self._flush()
 
     def end(self, error: Exception) -> None:

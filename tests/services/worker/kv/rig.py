@@ -72,7 +72,7 @@ class Capture:
     def take(self, *_: object) -> bool:
         return False
 
-    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+    def room(self, layers: tuple[int, int], tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         return []
 
     def finish(self) -> None:

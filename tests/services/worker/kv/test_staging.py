@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.kv import KvError, KvFault
+from services.worker.kv.shards import RankShape, Shards
 from services.worker.kv.staging import HeapMemory, Part, Piece, PinnedMemory, Rows, Segment, StagingPool
+from services.worker.kv.wire.protocol import FRAME_BYTES, checksum
+from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import Clock
 
 
@@ -34,6 +37,20 @@ class Pool(StagingPool):
         with pytest.raises(KvError) as raised:
             self.open(name)
         return raised.value.fault
+
+
+def test_a_segment_holds_the_checksums_of_the_frames_of_a_whole_pull() -> None:
+    shape = RankShape(Shards((5,), 4), 8, torch.float32)
+    tokens = FRAME_BYTES // (2 * shape.token_bytes)  # two layers a frame
+    segment = Segment(0, tokens, torch.randn(shape.chunk_shape(tokens)))
+    assert shape.layers_a_frame(tokens, 4, Codec.RAW) == segment.frame_layers == 2
+    layer_bytes = tokens * shape.token_bytes
+    for start, end in [(0, 2), (2, 4), (4, 5)]:
+        assert segment.digest(start, end) == checksum(segment.data[start * layer_bytes : end * layer_bytes])
+    assert [segment.digest(*layers) for layers in [(0, 1), (1, 3), (0, 4), (3, 5), (2, 3)]] == [None] * 5
+    state = Segment(0, 1, torch.randn(3, 1, 1, 1, 2 * FRAME_BYTES))  # layers larger than a frame
+    assert state.frame_layers == 1
+    assert state.digest(1, 2) == checksum(state.data[len(state.data) // 3 : 2 * len(state.data) // 3])
 
 
 def test_chunks_add_up_until_the_last() -> None:

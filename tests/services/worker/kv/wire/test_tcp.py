@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,14 @@ from services.worker.kv.wire import tcp_transport
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.protocol import MAX_MESSAGE_BYTES, Buffer, Placement, Received, checksum
 from services.worker.kv.wire.tcp_streams import _WRITE_BYTES, HEARTBEAT, Inbound, Outbound, WireError, prefix
-from services.worker.kv.wire.tcp_transport import SocketAddress, TcpTransport, host_and_port, numeric, resolve
+from services.worker.kv.wire.tcp_transport import (
+    SocketAddress,
+    TcpListener,
+    TcpTransport,
+    host_and_port,
+    numeric,
+    resolve,
+)
 from tests.services.worker.kv.rig import Rig
 from tests.services.worker.kv.wire.peers import framed
 
@@ -53,16 +60,17 @@ class Pipe:
     def expect(self, count: int) -> None:
         pass
 
-    def write(self, views: list[memoryview]) -> int:
+    def write(self, views: Sequence[memoryview]) -> int:
         accepted = b"".join(views)[: self._size()]
         self.data += accepted
         return len(accepted)
 
 
 def sent(messages: list[tuple[bytes, bytes]], sizes: list[int]) -> bytes:
+    """The checksum of every other payload is known."""
     pipe, outbound = Pipe(sizes), Outbound()
-    for header, payload in messages:
-        outbound.put(header, payload or None)
+    for number, (header, payload) in enumerate(messages):
+        outbound.put(header, payload or None, checksum(payload) if number % 2 else None)
         outbound.heartbeat()
     while not outbound.flush(pipe):  # type: ignore[arg-type]
         pass
@@ -120,6 +128,31 @@ def test_large_payloads_go_piece_by_piece_however_little_is_accepted(size: int, 
     (message,) = received(Inbound(len(payload)), sent([(b"a", payload)], sizes), sizes)
     assert message.payload == payload
     assert message.checksum == message.sent_checksum == checksum(payload)
+
+
+def test_many_small_messages_are_sent_in_calls_that_a_kernel_accepts() -> None:
+    outbound, calls = Outbound(), list[int]()
+
+    class Accepting(Pipe):
+        def write(self, views: Sequence[memoryview]) -> int:
+            calls.append(len(views))
+            return super().write(views)
+
+    pipe = Accepting([1 << 20])
+    for number in range(3000):
+        outbound.put(f"{number}".encode())
+    assert outbound.flush(pipe)  # type: ignore[arg-type]
+    assert max(calls) <= 1024  # IOV_MAX
+    got = received(Inbound(LIMIT), bytes(pipe.data), [1 << 20])
+    assert [each.header for each in got] == [f"{number}".encode() for number in range(3000)]
+
+
+def test_a_wrong_checksum_of_a_sender_is_passed_on_to_be_compared() -> None:
+    pipe, outbound = Pipe([1 << 20]), Outbound()
+    outbound.put(b"a", b"payload", 7)
+    assert outbound.flush(pipe)  # type: ignore[arg-type]
+    (message,) = received(Inbound(LIMIT), bytes(pipe.data), [1 << 20])
+    assert (message.sent_checksum, message.checksum) == (7, checksum(b"payload"))
 
 
 def test_a_stream_that_gave_less_than_there_was_room_for_is_not_read_again() -> None:
@@ -268,6 +301,41 @@ def test_a_link_finds_an_exporter_that_comes_later_and_again_after_it_has_gone()
         theirs = TcpTransport()
     theirs.close()
     ours.close()
+
+
+def messages_of(listener: TcpListener) -> list[bytes]:
+    found = []
+    while (message := listener.receive()) is not None:
+        found.append(message[1])
+    return found
+
+
+def test_a_message_that_lingers_goes_behind_the_next_one_or_alone_soon_after() -> None:
+    ours, theirs = TcpTransport(), TcpTransport()
+    listener = theirs.listen("kv://127.0.0.1:*")
+    link, got = ours.connect(listener.address), list[bytes]()
+    wait_for(ours, lambda: bool(theirs.wait(0.0)) or link.connected)
+
+    def arrived(count: int) -> bool:
+        theirs.wait(0.0)
+        got.extend(messages_of(listener))
+        return len(got) == count
+
+    link.send(b"confirm 1", lingers=True)
+    link.send(b"confirm 2", lingers=True)
+    link.send(b"pull")
+    wait_for(theirs, lambda: arrived(3))  # our transport is not even waited on
+    assert got == [b"pull", b"confirm 1", b"confirm 2"]
+    got.clear()
+    link.send(b"confirm 3", lingers=True)
+    wait_for(ours, lambda: arrived(1))
+    assert got == [b"confirm 3"]
+    got.clear()
+    link.send(b"confirm 4", lingers=True)
+    ours.close()
+    wait_for(theirs, lambda: arrived(1))
+    assert got == [b"confirm 4"]
+    theirs.close()
 
 
 def test_a_payload_that_trickles_in_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,20 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
+from services.worker.kv import KvError, KvFault
 from services.worker.kv.device import DeviceCopies
 from services.worker.kv.rank_messages import StagingFailed
-from services.worker.kv.shards import Shards
+from services.worker.kv.shards import RankShape, Shards, Source
 from services.worker.kv.staging import Piece, PinnedMemory, Rows
 from services.worker.kv.wire.endpoint import Faults, KvEndpoint
-from services.worker.kv.wire.importing import PullLimits
-from services.worker.kv.wire.protocol import FRAME_BYTES
+from services.worker.kv.wire.importing import Import, Load, Part, PullLimits
+from services.worker.kv.wire.protocol import FRAME_BYTES, Frame
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
 from tests.services.worker.kv.rig import (
@@ -66,6 +68,108 @@ def test_layers_larger_than_a_frame_are_split_by_tokens(rig: Rig) -> None:
     assert rig.result().ok
     assert torch.equal(got.kv, kv)
     assert len({token for _, token in got.writes}) == 2
+
+
+def begins(importer: KvEndpoint, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that begin its loads, as they do."""
+    imports, names = importer.puller.imports, list[str]()
+    begin = imports.begin
+
+    def noted(load: Load) -> KvError | None:
+        names.append(threading.current_thread().name)
+        return begin(load)
+
+    monkeypatch.setattr(imports, "begin", noted)
+    return names
+
+
+@pytest.mark.parametrize("rig", ["kv"], indirect=True)
+def test_a_load_over_a_known_connection_is_begun_by_its_own_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    names, ours = begins(importer, monkeypatch), threading.current_thread().name
+    rig.transfer(exporter, importer, "first")
+    assert names == ["kv-puller"]  # there was no connection
+    for turn in range(200):  # the puller may be busy with what comes after a transfer
+        rig.transfer(exporter, importer, f"t{turn}")
+        if names[-1] == ours:
+            break
+    assert names[-1] == ours
+    with importer.puller._turn:
+        stage(exporter, model_kv(64), "busy")
+        got = rig.load(importer, rig.handle([exporter], 64, "busy"))
+        assert not got.writes
+    assert rig.result().ok
+    assert names[-1] == "kv-puller"
+    wait_until(lambda: exporter.staged_bytes == 0)
+
+
+@pytest.mark.parametrize("rig", ["kv"], indirect=True)
+def test_a_load_that_cannot_be_begun_ends_on_the_pullers_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    rig.transfer(exporter, importer, "first")
+    imports, ends = importer.puller.imports, list[str]()
+    monkeypatch.setattr(imports, "can_begin", lambda _: True)
+    monkeypatch.setattr(imports, "_on_end", lambda *end: (ends.append(threading.current_thread().name), on_end(*end)))
+    on_end = importer._ended
+    rig.load(importer, rig.handle([exporter], 64, "bad", stages=(99,)))
+    assert rig.result().error.startswith("invalid_request")
+    assert ends == ["kv-puller"]
+
+
+def part_of(rig: Rig, tokens: int, codec: Codec = Codec.RAW, window_bytes: int = 1000) -> Part:
+    handle = rig.handle([], tokens, endpoints=("kv://127.0.0.1:7",), codec=codec)
+    shape = RankShape(Shards((LAYERS,), KV_HEADS), DIM, torch.float32)
+    owner = Import(handle, 0, tokens, 0.0, 1e9, False, 1e9, 0.0, 0.0)
+    source = Source(0, 0, 0, LAYERS, 0, KV_HEADS, 1)
+    return Part(owner, source, shape, SimpleNamespace(losses=0), 1, window_bytes)  # type: ignore[arg-type]
+
+
+def frame(sequence: int, layers: tuple[int, int], tokens: tuple[int, int], **changes: object) -> Frame:
+    wanted = Frame(
+        1, sequence, "t", 7, Codec.RAW, "float32", *layers, LAYERS, *tokens, 0, KV_HEADS, DIM, 0, 1, 0, 0, 2, ()
+    )
+    return msgspec.structs.replace(wanted, **changes)
+
+
+def test_frames_come_run_by_run_and_layer_by_layer(rig: Rig) -> None:
+    part = part_of(rig, 40)
+    for sequence, (layers, tokens) in enumerate([((0, 2), (0, 30)), ((2, 3), (0, 30)), ((0, 3), (30, 40))]):
+        wrong = [
+            frame(sequence, layers, (tokens[0], tokens[1] + 11)),
+            frame(sequence, (layers[0] + 1, 3), tokens),
+            frame(sequence, (layers[0], 4), tokens),
+            frame(sequence, (layers[0], layers[0]), tokens),
+            frame(sequence, (-1, 3), tokens),
+            frame(sequence, layers, (tokens[0] + 1, tokens[1])),
+            frame(sequence, layers, (tokens[0], tokens[0])),
+            frame(sequence + 1, layers, tokens),
+            frame(sequence, layers, tokens, generation=8),
+            *([frame(sequence, layers, (0, 29))] if layers[0] else []),  # not the run's end
+            *([frame(sequence, (0, 2), (0, 30))] if sequence else []),  # once more
+        ]
+        for each in wrong:
+            with pytest.raises(KvError) as raised:
+                part.check(each)
+            assert raised.value.fault is KvFault.PROTOCOL
+        right = frame(sequence, layers, tokens)
+        part.check(right)
+        assert not part.done
+        part.admit(right, 10)
+    assert part.done
+    with pytest.raises(KvError):
+        part.check(frame(3, (0, 3), (40, 41)))
+
+
+def test_an_exporter_that_may_send_everything_gets_no_further_grant(rig: Rig) -> None:
+    whole = 40 * TOKEN_BYTES
+    for window_bytes, codec, wanted in [
+        (whole, Codec.RAW, False),
+        (whole - 1, Codec.RAW, True),
+        (whole, Codec.INT8, True),  # how much that is depends on its coding
+    ]:
+        part = part_of(rig, 40, codec, window_bytes)
+        part.admit(frame(0, (0, 2), (0, 40)), whole * 2 // 3)
+        assert part.wants_grant == wanted
 
 
 Instance = list[tuple[KvEndpoint, tuple[int, int], tuple[int, int]]]
