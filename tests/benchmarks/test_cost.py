@@ -91,7 +91,9 @@ def test_rows_of_dense_models_are_predicted(tmp_path: Path, library: Library) ->
     assert set(got["aims"]) == {"silicon_dense_tpot_mape_percent"}
     assert got["figures"]["silicon_llama_3_1_8b_instruct_h200_sxm_vllm_rows"] == got["figures"]["silicon_all_rows"] == 1
     assert "does not fit the KV capacity" in got["notes"][0]
-    assert got["notes"][1].startswith("silicon rows that are set aside: 1, whose prompts alone would need more than 0.95")
+    assert got["notes"][1].startswith(
+        "silicon rows that are set aside: 1, whose prompts alone would need more than 0.95"
+    )
 
 
 def test_scales_of_blocks_cost_a_kernel_more(library: Library) -> None:
