@@ -19,7 +19,7 @@ MODULES = (
     "benchmarks.policies", "benchmarks.roles", "benchmarks.overload", "benchmarks.cost", "benchmarks.mixed",
     "benchmarks.prefix", "benchmarks.learning", "benchmarks.engine", "benchmarks.live", "benchmarks.traces",
     "benchmarks.sim", "benchmarks.plan", "benchmarks.predictor", "benchmarks.papers", "benchmarks.models",
-    "benchmarks.mobility", "benchmarks.chaos.run",
+    "benchmarks.mobility", "benchmarks.truth", "benchmarks.chaos.run",
 )  # fmt: skip
 BENCHES = {module.removesuffix(".run").rpartition(".")[2]: module for module in MODULES}  # by name
 BENCHES["troubles"] = "benchmarks.chaos.run"
@@ -117,6 +117,18 @@ def bench_soak(
 def bench_predictor(part: Parts = None, as_json: Json = False) -> None:
     """The length predictor: bayes (accuracy against the optimum), latency, modes (cost of a request) and worth."""
     _measure("predictor", as_json, part or ())
+
+
+@bench_app.command("truth")
+def bench_truth(
+    part: Parts = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Times that the same requests are sent, the first unjudged.")] = 5,
+    simulated: Annotated[bool, typer.Option("--simulated", help="Simulate pair and fleet only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Predicted TTFT and TPOT beside what came while the load changes: pair (four instances), fleet (32), each also
+    simulated; with --part mixed two real engines of unequal speed (root)."""
+    _measure("truth", as_json, part or (), rounds, simulated=simulated)
 
 
 @bench_app.command("policies")

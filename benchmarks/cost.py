@@ -4,8 +4,10 @@ H100 and H200.
 The fits come from `tools.fit`; measured runs are replayed in the simulator on coupled instances.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +38,8 @@ COUPLED = RunSpec(policies=Policies(LeastLoad(), NoSplit(), RandomDispatch()))
 TABLE_AIMS: Mapping[str, float] = {"gemm": 15.0, "mlp": 8.0, "decode": 12.0, "prefill": 18.0, "mixed": 10.0}
 RUN_AIMS: Mapping[str, float] = {"ttft": 20.0, "tpot": 10.0, "jct": 10.0}
 ENGINE_AIM = 18.0
+STEP_TOKENS = 8192  # all three engines' default for a server on such a GPU
+COMPUTED = 0.95  # share of a run's time that its prompts may need; where they need more, they were not all computed
 
 
 def run_cost_bench(data: Path) -> Result:
@@ -192,7 +196,11 @@ MODES: Mapping[str, str] = {"fp8_block": "fp8_block", "fp8": "fp8", "nvfp4": "fp
 
 
 def silicon_errors(sample: Path, library: Library) -> Result:
-    """Errors of the mean TPOT, by model, system and engine."""
+    """Errors of the mean TPOT, by model, system and engine.
+
+    Rows whose prompts alone would need more than `COMPUTED` of the measured time are set aside: their engines found
+    prompts in their prefix caches.
+    """
     frame = pd.read_csv(sample)
     used = (frame["mode"] == "agg") & frame["system"].isin(SYSTEMS) & frame["model_path"].str.contains(DENSE)
     notes: list[str] = []
@@ -219,6 +227,7 @@ def _mape_percent(errors: Sequence[float]) -> float:
 def _row_errors(rows: pd.DataFrame, library: Library, notes: list[str]) -> Iterator[tuple[str, float]]:
     """The name and the error of each row; rows that cannot be predicted are noted."""
     models: dict[Any, StepModel] = {}
+    cached, highest = Counter[str](), 0.0
     for row in rows.to_dict("records"):
         path, mode = str(row["model_path"]), str(row["gemm_quant_mode"])
         dtype = next((short for prefix, short in MODES.items() if mode.startswith(prefix)), "bf16")
@@ -229,7 +238,28 @@ def _row_errors(rows: pd.DataFrame, library: Library, notes: list[str]) -> Itera
         except (InvalidRequest, NotFound) as problem:
             notes.append(f"silicon row {row['id']}: {problem.message}")
             continue
-        yield word(f"{path.rpartition('/')[2]}_{row['system']}_{row['backend']}"), error
+        name = word(f"{path.rpartition('/')[2]}_{row['system']}_{row['backend']}")
+        if (share := _prompt_share(row, model)) > COMPUTED:
+            cached[name] += 1
+            highest = max(highest, share)
+        else:
+            yield name, error
+    if cached:
+        by_name = ", ".join(f"{name} {count}" for name, count in sorted(cached.items()))
+        notes.append(
+            f"silicon rows that are set aside: {cached.total()}, whose prompts alone would need more than {COMPUTED:g} "
+            f"of the measured time (up to {highest:.2g} times it), so that they were not all computed ({by_name})"
+        )
+
+
+def _prompt_share(row: Mapping[Any, Any], model: StepModel) -> float:
+    """Of the measured time, the share that the prompts would need if they were all computed, without decodes."""
+    prompt, output = int(row["isl"]), int(row["osl"])
+    chunk = min(prompt, STEP_TOKENS)
+    prompt_s = prompt / chunk * model.prefill_time_s(chunk)
+    ttft_ms = float(row.get("silicon_ttft_ms", 0.0))
+    lasts_s = ((0.0 if isnan(ttft_ms) else ttft_ms) + (output - 1) * float(row["silicon_tpot_ms"])) / 1e3
+    return int(row["batch_size"]) * prompt_s / lasts_s if lasts_s > 0.0 else 0.0
 
 
 def _predicted_ms(row: Mapping[Any, Any], model: StepModel) -> float:
@@ -240,7 +270,7 @@ def _predicted_ms(row: Mapping[Any, Any], model: StepModel) -> float:
     if room < prompt + output:
         raise InvalidRequest(f"a request of {prompt} + {output} tokens does not fit the KV capacity of {room} tokens")
     limits = EngineLimits(
-        batched_tokens=8192,  # all three engines' default for a server on such a GPU
+        batched_tokens=STEP_TOKENS,
         sequences=1024,
         reserves_output=backend == "trtllm",
         prefill_first=backend == "sglang",

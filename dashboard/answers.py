@@ -16,7 +16,7 @@ from shared.wire.api import Event, Operation
 from shared.wire.api.monitor import ClusterSummary, DemandAnswer, History, InstanceHistory, InstanceRow, PoliciesInForce
 from shared.wire.api.planner import Fleet, PlanSearch, Proposal
 from shared.wire.api.predictor import LengthSource
-from shared.wire.api.scheduler import RequestPage, RequestRow
+from shared.wire.api.scheduler import Predictions, RequestPage, RequestRow
 from shared.wire.api.worker import LogLines, MonitoredDetails
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ EVENTS = Endpoint("monitor", "/events", list[Event])
 POLICIES = Endpoint("monitor", "/policies", PoliciesInForce)
 DEMAND = Endpoint("monitor", "/demand", DemandAnswer)
 REQUEST_SEARCH = Endpoint("scheduler", "/requests/search", RequestPage)
+PREDICTIONS = Endpoint("scheduler", "/predictions", Predictions)
 RECENT_REQUESTS = Endpoint("scheduler", "/requests", list[RequestRow])
 REQUEST = Endpoint("scheduler", "/requests/{id}", RequestRow)
 TIMELINE = Endpoint("scheduler", "/requests/{id}/timeline", RequestTimeline)

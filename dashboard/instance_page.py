@@ -15,16 +15,18 @@ import streamlit as st
 
 from dashboard import charts, layout, markup, units
 from dashboard.actions import Action, Call, count_jobs, is_busy, request_action, show_results
-from dashboard.answers import DETAILS, EVENTS, INSTANCE_HISTORY, INSTANCES, LOG
+from dashboard.answers import DETAILS, EVENTS, INSTANCE_HISTORY, INSTANCES, LOG, PREDICTIONS
 from dashboard.api import Read
 from dashboard.charts import POINTS, RANGES, Line, Panel
 from dashboard.console import Console
 from dashboard.events_page import event_table
 from dashboard.layout import NO_MONITOR
+from shared.domain.estimated import ErrorFigures
 from shared.domain.instance import InstanceState
 from shared.domain.rates import StepForm
 from shared.wire.api import Operation, OperationKind
 from shared.wire.api.monitor import InstanceColumns, InstanceHistory, InstanceRow
+from shared.wire.api.scheduler import InstanceErrors
 from shared.wire.api.worker import MonitoredDetails, Step, Steps
 
 InstanceOperation = Literal[OperationKind.FLIP, OperationKind.DRAIN, OperationKind.RESUME]
@@ -116,10 +118,19 @@ def operation_success(operation: Operation) -> str:
             return f"{operation.instance_id} lets {operation.job_id} move to {to}; {shown}."
 
 
-def card(row: InstanceRow, rows: Sequence[InstanceRow], console: Console, stale: bool) -> None:
+def errors_by_instance(console: Console) -> dict[str, InstanceErrors]:
+    """How true the scheduler's estimates were lately; empty while it does not answer."""
+    read = console.api.read_optional(PREDICTIONS)
+    predictions = read.result().value if read is not None else None
+    return {each.instance_id: each for each in predictions.instances} if predictions is not None else {}
+
+
+def card(
+    row: InstanceRow, rows: Sequence[InstanceRow], errors: InstanceErrors | None, console: Console, stale: bool
+) -> None:
     """The state of an instance, a link to its page, and its buttons."""
     with st.container(border=True, key=f"card-{row.instance_id}"):
-        st.html(markup.page(_head(row), _engine(row), _load(row), _kv(row), stale=stale))
+        st.html(markup.page(_head(row), _engine(row), _load(row), _kv(row), _predicted(errors), stale=stale))
         with st.container(horizontal=True, vertical_alignment="center"):
             console.link("instances", "Open", icon=":material/chevron_right:", instance=row.instance_id)
             _buttons(row, rows, console, stale)
@@ -150,7 +161,8 @@ def _now(console: Console, instance_id: str) -> None:
     with st.container(key=f"instance-{instance_id}"):
         st.html(markup.page(_head(row), _engine(row), stale=read.stale))
         left, right = st.columns(2, gap="medium")
-        left.html(markup.page(_load(row), _kv(row), stale=read.stale))
+        errors = errors_by_instance(console).get(instance_id)
+        left.html(markup.page(_load(row), _kv(row), _predicted(errors), stale=read.stale))
         right.html(markup.page(_properties(row, now_s), stale=read.stale))
         with st.container(horizontal=True, vertical_alignment="center"):
             _buttons(row, read.value, console, read.stale)
@@ -196,6 +208,22 @@ def _kv(row: InstanceRow) -> str:
     if row.state is InstanceState.DEAD:
         return markup.soft(row.death or "its connection is lost")
     return markup.bar("KV", row.kv_usage, units.share(row.kv_usage), markup.ROLE[row.role])
+
+
+def _predicted(errors: InstanceErrors | None) -> str:
+    """How far the last estimates were off, by the median."""
+    if errors is None:
+        return ""
+    known = (("TTFT", errors.ttft), ("TPOT", errors.tpot))
+    said = " · ".join(f"{name} {off_by(figures)}" for name, figures in known if figures is not None)
+    return f"<div>{markup.soft(f'predictions off by: {said}')}</div>"
+
+
+def off_by(figures: ErrorFigures | None) -> str:
+    """The median and the 90th percentile of the absolute errors."""
+    if figures is None:
+        return units.NONE
+    return f"{units.share(figures.median)} (p90 {units.share(figures.p90)})"
 
 
 def _properties(row: InstanceRow, now_s: float) -> str:

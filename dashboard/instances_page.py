@@ -1,7 +1,7 @@
 """The Instances page: cards for a few instances, a table with the worst first for many; `?instance=ID` shows one."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import streamlit as st
@@ -10,10 +10,11 @@ from dashboard import layout, markup
 from dashboard.actions import confirm_pending, show_results
 from dashboard.answers import INSTANCES
 from dashboard.console import INSTANCE_ID, Console, address_parameter
-from dashboard.instance_page import card, instance, jobs_by_instance
+from dashboard.instance_page import card, errors_by_instance, instance, jobs_by_instance, off_by
 from dashboard.layout import NO_MONITOR
 from shared.domain.instance import InstanceState, Role
 from shared.wire.api.monitor import InstanceRow
+from shared.wire.api.scheduler import InstanceErrors
 
 ANY = "all"
 FULL_KV = 0.95  # share in use that counts as full while jobs wait
@@ -60,12 +61,13 @@ def _all(console: Console) -> None:
         st.html(markup.empty("No instance has this role and state."))
     elif len(rows) <= console.settings.cards_shown:
         with st.container(key="cards"):
+            errors = errors_by_instance(console)
             for row in shown:
-                card(row, rows, console, read.stale)
+                card(row, rows, errors.get(row.instance_id), console, read.stale)
     else:
         with layout.stale_container("instances-table", read):
             layout.row_table(
-                instance_frame(shown),
+                instance_frame(shown, errors_by_instance(console)),
                 [row.instance_id for row in shown],
                 "instances",
                 lambda instance_id: console.open("instances", instance=instance_id),
@@ -87,7 +89,8 @@ def _filtered(rows: Sequence[InstanceRow]) -> list[InstanceRow]:
     return shown
 
 
-def instance_frame(rows: Sequence[InstanceRow]) -> pd.DataFrame:
+def instance_frame(rows: Sequence[InstanceRow], errors: Mapping[str, InstanceErrors] = {}) -> pd.DataFrame:
+    none = InstanceErrors("")
     return pd.DataFrame(
         [
             {
@@ -102,6 +105,8 @@ def instance_frame(rows: Sequence[InstanceRow]) -> pd.DataFrame:
                 "queued tokens": row.load.queued_prefill_tokens,
                 "KV used": row.kv_usage,
                 "staged": row.load.staged_bytes,
+                "TTFT off by": off_by(errors.get(row.instance_id, none).ttft),
+                "TPOT off by": off_by(errors.get(row.instance_id, none).tpot),
             }
             for row in rows
         ]

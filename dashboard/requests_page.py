@@ -258,15 +258,22 @@ def _figure(value: float | str) -> str:
     return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
 
 
+def _beside(observed_s: float | None, predicted_s: float | None) -> str:
+    """A time, beside what the first placement predicted of it."""
+    predicted = f" (predicted {units.duration(predicted_s)})" if predicted_s is not None else ""
+    return f"{units.duration(observed_s)}{predicted}"
+
+
 def _timeline_facts(timeline: RequestTimeline) -> str:
+    estimated = timeline.estimated
     return markup.facts(
         [
             ("request", timeline.job_id),
             ("outcome", timeline.outcome or "running"),
             ("prompt", f"{timeline.prompt_tokens} tokens"),
             ("output", f"{timeline.output_tokens} tokens"),
-            ("TTFT", units.duration(timeline.ttft_s)),
-            ("TPOT", units.duration(timeline.tpot_s)),
+            ("TTFT", _beside(timeline.ttft_s, timeline.predicted_ttft_s)),
+            ("TPOT", _beside(timeline.tpot_s, estimated.tpot_s if estimated is not None else None)),
             ("longest gap", units.duration(timeline.longest_gap_s if timeline.gaps else None)),
             ("JCT", units.duration(timeline.jct_s)),
         ]

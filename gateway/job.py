@@ -308,6 +308,9 @@ class Job:
         return msgspec.structs.replace(route, split=split)
 
     def placed(self, route: Route) -> None:
+        timeline = self.timeline
+        if not self.begun:
+            timeline.placed_s, timeline.estimated = time.time(), route.estimated
         self.begun = True
         if route.answer_tokens:
             self.expected_tokens = route.answer_tokens + (len(self.tokens) if self.spec.carry else 0)
@@ -645,4 +648,6 @@ class Job:
             longest_gap_s=timeline.longest_gap_s if timeline.gaps else None,
             gaps=timeline.gaps,
             gaps_over=timeline.gaps_over,
+            placed_s=timeline.placed_s,
+            estimated=timeline.estimated,
         )

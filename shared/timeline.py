@@ -4,6 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.domain.estimated import Estimated
 from shared.domain.kv import TransferReport
 from shared.domain.route import Reason
 
@@ -55,7 +56,7 @@ class RequestTimeline(msgspec.Struct):
     gaps: between the deliveries of its tokens to the client; gaps_over of them exceeded the target itl_s. The
     longest one took longest_gap_s and ended at longest_gap_at_s; the client had longest_gap_after tokens before it.
     A gap ends when the tokens after it are written to the client's connection; tokens that share an event share a
-    gap.
+    gap. placed_s, estimated: when the gateway received the first placement, and what the estimate of it predicted.
     """
 
     job_id: str
@@ -75,6 +76,17 @@ class RequestTimeline(msgspec.Struct):
     longest_gap_s: float = 0.0
     longest_gap_at_s: float = 0.0
     longest_gap_after: int = 0
+    placed_s: float = 0.0
+    estimated: Estimated | None = None
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """The TTFT by the estimate of the first placement: what passed before it, and what it predicted from then on.
+        None without an estimate.
+        """
+        if self.estimated is None:
+            return None
+        return self.placed_s - self.arrived_s + self.estimated.ttft_s
 
     @property
     def ttft_s(self) -> float | None:

@@ -8,7 +8,7 @@ from functools import partial
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -23,6 +23,7 @@ from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.adapters import AdapterSet
 from shared.domain.cluster import ClusterDelta
 from shared.policy.demand import KEPT
+from shared.policy.truth import What
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
@@ -133,6 +134,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     age.set_function(lambda: placer.broadcast_age_s)
     blocks = Gauge("polyphase_scheduler_prefix_blocks", "Blocks known to be in prefix caches", registry=registry)
     blocks.set_function(lambda: len(placer.decider.prefixes))
+    registry.register(PredictionErrors(placer))
     return State(placer, reports, engine, store)
 
 
@@ -149,6 +151,33 @@ def of_monitor(monitor: MonitorClient) -> Handlers:
         return await monitor.unload_adapter(request)
 
     return {ADAPTERS: adapters, LOAD: load, UNLOAD: unload}
+
+
+class PredictionErrors(Collector):
+    """The rolling errors of estimates, of the instances that are known now."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+
+    def collect(self) -> Iterator[Metric]:
+        errors = GaugeMetricFamily(
+            "polyphase_scheduler_instance_prediction_error_ratio",
+            "Absolute error of the last estimates for an instance, over the time observed, by quantile",
+            labels=("what", "instance_id", "quantile"),
+        )
+        bias = GaugeMetricFamily(
+            "polyphase_scheduler_instance_prediction_bias_ratio",
+            "Median error of the last estimates for an instance, over the time observed; below 0: predicted too short",
+            labels=("what", "instance_id"),
+        )
+        for each in self._placer.predictions.instances:
+            for what, figures in ((What.TTFT.value, each.ttft), (What.TPOT.value, each.tpot)):
+                if figures is not None:
+                    errors.add_metric((what, each.instance_id, "0.5"), figures.median)
+                    errors.add_metric((what, each.instance_id, "0.9"), figures.p90)
+                    bias.add_metric((what, each.instance_id), figures.bias)
+        yield errors
+        yield bias
 
 
 class DroppedInput(Collector):

@@ -14,6 +14,7 @@ from shared.domain.route import Route
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.policy.decider import Decider
 from shared.policy.prefix_index import MAX_BLOCKS
+from shared.policy.truth import Compared
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 
@@ -65,12 +66,13 @@ class DecodeStarted(msgspec.Struct, tag=True):
 
 
 class JobEnded(msgspec.Struct, tag=True):
-    """A job has ended; met: whether it met its targets."""
+    """A job has ended; met: whether it met its targets. compared: as in `Decider.ended`."""
 
     job_id: str
     output_tokens: int
     met: bool | None = None
     now: float = 0.0
+    compared: Compared | None = None
 
 
 Entry = LogStarted | BroadcastApplied | PrefixesReported | Decision | DecodeStarted | JobEnded
@@ -176,4 +178,4 @@ def _apply(decider: Decider, entry: Entry) -> None:
         case DecodeStarted():
             decider.arrived(entry.job_id, entry.now)
         case JobEnded():
-            decider.ended(entry.job_id, entry.output_tokens, entry.met, entry.now)
+            decider.ended(entry.job_id, entry.output_tokens, entry.met, entry.now, entry.compared)

@@ -19,6 +19,7 @@ from services.global_scheduler.journal import (
     PrefixesReported,
 )
 from shared.domain.cluster import ClusterDelta
+from shared.domain.estimated import PromptSize
 from shared.domain.instance import ClusterView, Role
 from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
@@ -28,8 +29,10 @@ from shared.errors import Overloaded, PolyphaseError
 from shared.policy.decider import Decider
 from shared.policy.prefix_index import MAX_BLOCKS
 from shared.policy.registry import in_words
+from shared.policy.truth import KINDS, Compared, What
 from shared.runtime.logs import get_log
 from shared.runtime.metrics import Bound
+from shared.wire.api.scheduler import InstanceErrors, KindErrors, Predictions
 from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 log = get_log(__name__)
 REFUSED_KEPT = 10_000  # jobs without a placement that are remembered
 GONE_SERIES = 1_000  # metric series of instances that are gone: beyond so many they are removed
+_ERRORS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _DECISION_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 0.1)
 
 
@@ -81,6 +85,14 @@ class SchedulerMetrics:
             ["code", "slo", "cause"],
             registry=registry,
         )
+        errors = Histogram(
+            "polyphase_scheduler_prediction_error_ratio",
+            "Absolute error of the times that the estimate of the first placement predicted, over those observed",
+            ["what", "route", "prompt"],
+            buckets=_ERRORS,
+            registry=registry,
+        )
+        self._errors = Bound(errors)
         self.lost = Counter("polyphase_scheduler_jobs_lost", "Open jobs whose gateway is gone", registry=registry)
 
     def refusal(self, slo: str, error: PolyphaseError) -> None:
@@ -91,6 +103,12 @@ class SchedulerMetrics:
         """Bound the series of instances that are gone: new instances may come under ever new names."""
         if len(self._chosen) > GONE_SERIES + len(Role) * len(instance_ids):
             self._chosen.keep(lambda labels: labels[0] in instance_ids)
+
+    def compared(self, compared: Compared) -> None:
+        """Count the errors of an estimate whose outcome is known."""
+        route, prompt = compared.estimated.kind.value, PromptSize.of(compared.prompt_tokens).value
+        for what, error in compared.errors:
+            self._errors.labels(what.value, route, prompt).observe(abs(error))
 
     def placed(self, route: Route, duration_s: float) -> None:
         """Count one decision."""
@@ -173,6 +191,16 @@ class Placer:
         """The policies that the scheduler follows, and why it does not follow newer ones; empty if there are none."""
         return self.decider.follower.policies, self.decider.follower.problem
 
+    @property
+    def predictions(self) -> Predictions:
+        """The rolling errors of its estimates; O(instances)."""
+        errors = self.decider.ledger.errors
+        at, of = errors.of_instance, errors.of_kind
+        names = [view.info.instance_id for view in self.view.instances]
+        instances = [InstanceErrors(name, at(What.TTFT, name), at(What.TPOT, name)) for name in names]
+        kinds = [KindErrors(*kind, of(What.TTFT, kind), of(What.TPOT, kind)) for kind in KINDS]
+        return Predictions([each for each in instances if each.known], [each for each in kinds if each.known])
+
     def place(self, request: PlaceRequest) -> Route:
         """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""
         started, now = time.perf_counter(), time.time()
@@ -202,12 +230,16 @@ class Placer:
         if self._journal is not None:
             self._journal.add(DecodeStarted(job_id, now))
 
-    def ended(self, job_id: str, output_tokens: int, met: bool | None) -> None:
-        """A job has ended here; `output_tokens` of a complete answer, else 0. met: its targets, None if not judged."""
+    def ended(self, job_id: str, output_tokens: int, met: bool | None, compared: Compared | None = None) -> None:
+        """A job has ended here; `output_tokens` of a complete answer, else 0. met: its targets, None if not judged.
+        compared: as in `Decider.ended`.
+        """
         now = time.time()
-        self.decider.ended(job_id, output_tokens, met, now)
+        self.decider.ended(job_id, output_tokens, met, now, compared)
+        if compared is not None:
+            self._metrics.compared(compared)
         if self._journal is not None:
-            self._journal.add(JobEnded(job_id, output_tokens, met, now))
+            self._journal.add(JobEnded(job_id, output_tokens, met, now, compared))
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)
 

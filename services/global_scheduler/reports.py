@@ -18,6 +18,7 @@ from shared.domain.job import LOST, Phase, Slo
 from shared.domain.kv import TransferOutcome
 from shared.domain.route import Route
 from shared.errors import Busy, Delayed, InstancesLost, Overloaded
+from shared.policy.truth import FEWEST_TOKENS, Compared
 from shared.runtime.logs import get_log
 from shared.store.tables import requests
 from shared.store.write_behind import Row, WriteBehind
@@ -135,7 +136,7 @@ class Reports:
             self._open.ended(report.job_id)
             complete = report.phase is Phase.COMPLETED
             met = False if report.phase is Phase.FAILED else report.slo_met
-            self._end(report.job_id, report.output_tokens if complete else 0, met)
+            self._end(report.job_id, report.output_tokens if complete else 0, met, compared_of(report))
             self._monitor.request_ended(outcome_of(report, self._classes.get(report.slo, Slo(report.slo)), now))
             if complete:
                 for replica in self._lengths:
@@ -143,8 +144,8 @@ class Reports:
         elif report.phase is Phase.DECODE:
             self._placer.decodes(report.job_id)
 
-    def _end(self, job_id: str, output_tokens: int, met: bool | None) -> None:
-        self._placer.ended(job_id, output_tokens, met)
+    def _end(self, job_id: str, output_tokens: int, met: bool | None, compared: Compared | None = None) -> None:
+        self._placer.ended(job_id, output_tokens, met, compared)
         self._monitor.job_ended(job_id, output_tokens)
 
     def _row(self, report: JobReport, now: float) -> Row:
@@ -166,6 +167,18 @@ _COLUMNS = RequestRow.__struct_fields__
 def row_of(report: JobReport) -> RequestRow:
     """A report without its timeline, as HTTP answers have it."""
     return RequestRow(**{name: getattr(report, name) for name in _COLUMNS})
+
+
+def compared_of(report: JobReport) -> Compared | None:
+    """What the estimate of a complete job predicted, and what came of it. None where none was made, and where the job
+    lost an instance: the estimate does not foresee that.
+    """
+    estimated, ttft_s = report.estimated, report.ttft_s
+    if estimated is None or ttft_s is None or report.phase is not Phase.COMPLETED or report.losses:
+        return None
+    served_s = max(0.0, report.arrived_s + ttft_s - report.placed_s)
+    tpot_s = report.tpot_s if report.output_tokens >= FEWEST_TOKENS else None
+    return Compared(estimated, report.prompt_tokens, served_s, tpot_s)
 
 
 def _length(report: JobReport) -> Observation:

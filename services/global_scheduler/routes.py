@@ -110,6 +110,12 @@ async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
     raise NotFound(f"no timeline of job {job_id!r}" + (" yet" if exists else ""))
 
 
+@router.get("/predictions")
+async def get_predictions(scheduler: Scheduler) -> Response:
+    """How true the estimates of this scheduler's placements were lately, by instance and by kind of request."""
+    return json_response(scheduler.placer.predictions)
+
+
 @router.get("/policies")
 async def get_policies(scheduler: Scheduler) -> Response:
     """The policies that this scheduler follows; the monitor changes them."""

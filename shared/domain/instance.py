@@ -211,6 +211,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     accepted: tuple[int, ...] | None = None  # marks of recently accepted jobs; None: not reported
     promised: tuple[Promised, ...] = ()  # announced decodes that have not arrived
     busy_share: float = 0.0  # of the last seconds, the share in which steps computed prompts
+    # Of `queued_prefill_tokens`, those that a scheduler expects to be computed by `time_s`. Instances report none.
+    done_tokens: int = 0
 
     def is_news(self, known: "InstanceLoad", capacity_blocks: int, block_size: int) -> bool:
         """Whether a process that knows the load `known` needs this one at once, and not with the next repetition.

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from shared.domain.estimated import Estimated
 from shared.domain.numbers import Finite
 
 
@@ -72,6 +73,7 @@ class Route(msgspec.Struct, frozen=True):
     be room for its KV then; a scheduler answers such a route with Delayed. ttft_s: predicted, without that wait.
     has_room: placement expects that the KV finds room at `decode` to the end of the answer. pull: for `prefill`, or
     for `decode` where that computes the whole job. affinity: None for a job without a session, or for its first turn.
+    estimated: of an estimate that includes the wait for room; None where no estimate was made.
     keep_tokens: more than 0 where `decode` is a prefill instance, which computes the whole job and keeps so many tokens
     of its answer; with the rest of a longer one, the job migrates to a decode instance.
     """
@@ -94,6 +96,7 @@ class Route(msgspec.Struct, frozen=True):
     pull: PrefixPull | None = None
     affinity: Affinity | None = None
     keep_tokens: int = 0
+    estimated: Estimated | None = None
 
     @property
     def pulled_tokens(self) -> int:

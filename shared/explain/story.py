@@ -66,6 +66,7 @@ def explain(timeline: RequestTimeline) -> Explanation:
         *_spans(timeline),
         *_transfers(timeline),
         *_longest_gap(timeline),
+        *_prediction(timeline),
     ]
     found.sort(key=lambda one: one.at_s if one.at_s is not None else 0.0)
     return Explanation(_headline(timeline), tuple(found))
@@ -107,6 +108,21 @@ def _course(timeline: RequestTimeline) -> Iterator[str]:
         yield f"moved {'once' if moved == 1 else f'{moved} times'} because it was paused"
     if (attempts := max((span.attempt for span in timeline.spans), default=1) - moved) > 1:
         yield f"{attempts} attempts"
+
+
+def _prediction(timeline: RequestTimeline) -> Iterator[Sentence]:
+    """What the estimate of the first placement predicted, beside what came of it."""
+    estimated, predicted_s = timeline.estimated, timeline.predicted_ttft_s
+    if estimated is None or predicted_s is None:
+        return
+    figures: dict[str, float | str] = {"predicted_ttft_s": predicted_s, "predicted_tpot_s": estimated.tpot_s}
+    said = f"Its first token was predicted after {duration(predicted_s)}"
+    if (ttft_s := timeline.ttft_s) is not None:
+        said, figures["ttft_s"] = f"{said} and came after {duration(ttft_s)}", ttft_s
+    said += f"; each further one was predicted to take {duration(estimated.tpot_s)}"
+    if (tpot_s := timeline.tpot_s) is not None:
+        said, figures["tpot_s"] = f"{said} and took {duration(tpot_s)}", tpot_s
+    yield Sentence(timeline.placed_s - timeline.arrived_s, f"{said}.", figures)
 
 
 def _longest(timeline: RequestTimeline) -> str:

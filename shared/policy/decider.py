@@ -24,6 +24,7 @@ from shared.policy.placement import Policies, wants_prefixes
 from shared.policy.prefix_index import MAX_BLOCKS
 from shared.policy.saved_tokens import saved_tokens
 from shared.policy.split import Freedom, freedom
+from shared.policy.truth import Compared
 
 Policy = TypeVar("Policy")
 
@@ -130,11 +131,16 @@ class Decider:
         """Report that a job has reached its decode instance."""
         self.loads.arrived(job_id, now)
 
-    def ended(self, job_id: str, output_tokens: int, met: bool | None, now: float) -> None:
+    def ended(
+        self, job_id: str, output_tokens: int, met: bool | None, now: float, compared: Compared | None = None
+    ) -> None:
         """Report that a job has ended; `output_tokens` of a whole answer, else 0.
 
-        met: whether it met its targets, None where that is not known.
+        met: whether it met its targets, None where that is not known. compared: of a job that was served as it was
+        placed first, with an estimate.
         """
+        if compared is not None:
+            self.ledger.errors.add(compared)
         self.ledger.complete(job_id, output_tokens, met, now)
         self.loads.ended(job_id)
 

@@ -8,24 +8,28 @@ for other requests the same as far as the job changes it. `options` lists the op
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp
+from math import ceil, exp, log
 from operator import attrgetter
 from random import Random
 
 import msgspec
 
+from shared.domain.estimated import Estimated, RouteKind
 from shared.domain.instance import InstanceView
 from shared.domain.job import FirstTokenOut, JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, StepForm
+from shared.policy.aging import share_left
 from shared.policy.codec import choose_codec
 from shared.policy.decode_admission import fits_after, takes_tokens, with_job
 from shared.policy.ledger import Kept, WorkloadLedger
 from shared.policy.output_lengths import Lengths
 from shared.policy.split import Split
 from shared.policy.step_budget import MARGIN, StepLoad, gap_target_s, prefill_tokens
+from shared.policy.truth import DOUBT, EstimateErrors, What
 
 ENDLESS = 1 << 30
 SLOWNESS, LATENESS = 0.1, 0.1  # cost of each target's length of time, and of each one beyond the target
+LEAST_POWER = 1.5  # of the miss probability, where estimates are off by most of the time that they predict
 EVEN = 1e-6  # cost of full memory: of instances that are alike otherwise, the emptier one gets the job
 HOLD_S = 0.02  # a shorter wait for KV memory is not worth holding the job in the gateway
 HANDOVER_S = 0.1  # the gap between two tokens of an answer that migrates
@@ -50,6 +54,18 @@ def slo_cost(share: float) -> float:
     return power / (1.0 + power) + SLOWNESS * share + late
 
 
+def doubtful_cost(share: float, factor: float) -> float:
+    """`slo_cost` of a time whose estimates are off by that factor: the less is known of it, the less it decides.
+
+    The exponent 4 of the miss probability falls with the logarithm of a factor over `DOUBT`, to at least `LEAST_POWER`.
+    """
+    if factor <= DOUBT or share <= 0.0:
+        return slo_cost(share)
+    power: float = share ** max(LEAST_POWER, 4.0 * log(DOUBT) / log(factor))
+    late = LATENESS * (share - 1.0) if share > 1.0 else 0.0
+    return power / (1.0 + power) + SLOWNESS * share + late
+
+
 def miss_probability(share: float) -> float:
     """How likely a time that is expected to be `share` (at least 0) of its target misses it.
 
@@ -68,7 +84,8 @@ class JobContext:
     by which the cost to other requests is judged. bound: tokens of its answer for which room is kept; 0: its
     max_tokens. spread_s: seconds over which the decodes that are bound to instances arrive. limited: steps keep to the
     targets of the streams in them. kept: by instance, room for jobs that have been held for longer (`ledger.Claims`).
-    weight: of the cost to others, in units of the job's own cost.
+    now: unix seconds, of the decision; 0: not known. errors: of earlier estimates; None: not known. weight: of the cost
+    to others, in units of the job's own cost.
     """
 
     job: JobView
@@ -79,6 +96,8 @@ class JobContext:
     spread_s: float = 0.0
     limited: bool = False
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    now: float = 0.0
+    errors: EstimateErrors | None = None
     weight: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +118,8 @@ class JobContext:
             spread_s=spread_s,
             limited=limited,
             kept=ledger.claims.before(job, now),
+            now=now,
+            errors=ledger.errors,
         )
 
 
@@ -248,11 +269,12 @@ class DecodeSide:
         if context.limited and full_s > MARGIN * (gap_s := gap_target_s(slo, rates.gain)):
             budget = prefill_tokens(rates, StepLoad(running, running_context, gap_s), budget)
             full_s = self.chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
-        self.budget, self.token_s = budget, full_s / budget
+        self.budget, self.full_s, self.token_s = budget, full_s, full_s / budget
         queued_steps = load.queued_prefill_tokens / budget
-        self.wait_s = queued_steps * full_s  # until the queued prompts are computed
         if mixed is None:
             mixed = max(load.prefill_share, min(1.0, queued_steps / own.brief))
+        self.wait_s, self.mixed = queued_steps * full_s, mixed  # until the queued prompts are computed
+        self.gain = rates.gain
         self.beside_s = mixed * max(0.0, full_s - step_s) / rates.gain  # a token's share of what prompts add to steps
         self.cost_now = slo_cost((now_s + self.beside_s) / slo.tpot_s) if running else 0.0  # of each decode there
 
@@ -288,6 +310,24 @@ class DecodeSide:
             behind_s = max(behind_s, (takes + output) * release_s)
             room_s = max(room_s, (takes - free) * release_s)
         return room_s, behind_s, memory
+
+    @property
+    def mixed_s(self) -> float:
+        """Seconds of a step that computes prompts beside the decodes: of what is queued, or as much as of the job."""
+        form, prompt = self.form, max(self.view.load.queued_prefill_tokens, self.context.job.prompt_tokens)
+        chunk = min(self.budget, prompt)
+        return max(self.step_s, self.chunk_s + chunk * (form.token_s + form.position_s * chunk / 2.0))
+
+    @property
+    def step_left_s(self) -> float:
+        """Seconds until the step under way ends, on average, where no prompt is queued: a moment falls into a long step
+        more often than into a short one.
+        """
+        step_s, share, mixed_s = self.step_s, self.mixed, self.mixed_s
+        if self.wait_s > 0.0 or step_s <= 0.0:
+            return 0.0
+        mean_s = share * mixed_s + (1.0 - share) * step_s
+        return (share * mixed_s * mixed_s + (1.0 - share) * step_s * step_s) / (2.0 * mean_s)
 
     def saved_beside(self, prefill: PrefillSide) -> int:
         """Of `saved`, what the job still has when it imports KV of that instance: nothing where their precisions
@@ -446,6 +486,35 @@ class Option(msgspec.Struct, frozen=True, gc=False):
         return self.hold_s <= HOLD_S
 
     @property
+    def kind(self) -> RouteKind:
+        if self.pull is not None:
+            return RouteKind.PULLED
+        if self.keep_tokens:
+            return RouteKind.KEPT
+        if self.prefill is None:
+            return RouteKind.WHOLE
+        return RouteKind.FULL if self.split >= self.decode.context.job.prompt_tokens else RouteKind.SPLIT
+
+    @property
+    def estimated(self) -> Estimated:
+        """What is predicted, before corrections by earlier outcomes: the computed times, less what the queues have lost
+        since their loads were reported, with the rest of the step under way, and with shorter prompts beside the
+        decodes where none are queued. Costs count none of these: goodput in simulations was lower with them.
+        """
+        side, prefill, kind, ttft_s, tpot_s = self.decode, self.prefill, self.kind, self.ttft_s, self.tpot_s
+        decodes = computes = side.view.info.instance_id
+        if prefill is not None:
+            computes = prefill.instance_id
+            if self.pull is None:
+                ttft_s -= prefill.wait_s * (1.0 - share_left(prefill.view, side.context.now))
+        if kind is not RouteKind.FULL and self.pull is None:
+            ttft_s -= side.wait_s * (1.0 - share_left(side.view, side.context.now))
+            ttft_s += side.step_left_s if prefill is None else 0.0
+        if side.running and not self.keep_tokens:
+            tpot_s -= side.mixed * max(0.0, side.full_s - side.mixed_s) / side.gain
+        return Estimated(max(0.0, ttft_s), tpot_s, kind, computes, decodes)
+
+    @property
     def figures(self) -> dict[str, float | str]:
         """The predicted times and the terms of the cost, for the reasons of a decision."""
         return {
@@ -465,11 +534,20 @@ class Option(msgspec.Struct, frozen=True, gc=False):
 total_of = attrgetter("total")  # of an `Option`
 
 
+def own_costs(context: JobContext, computes: str, decodes: str, ttft_s: float, tpot_s: float) -> tuple[float, float]:
+    """The costs of the job's own times. computes, decodes: the instances by which they are estimated."""
+    slo, errors = context.job.slo, context.errors
+    ttft, tpot = ttft_s / slo.ttft_s, tpot_s / slo.tpot_s
+    if errors is None or not errors.doubtful:
+        return slo_cost(ttft), slo_cost(tpot)
+    doubt = errors.doubt
+    return doubtful_cost(ttft, doubt(What.TTFT, computes)), doubtful_cost(tpot, doubt(What.TPOT, decodes))
+
+
 def local(decode: DecodeSide, terms: DecodeTerms) -> Option:
     """The decode instance computes the whole job; `terms` are those of `decode` with nothing computed elsewhere."""
-    context = decode.context
-    slo, ttft_s = context.job.slo, terms.room_s + terms.rest_s
-    own_ttft, own_tpot = slo_cost(ttft_s / slo.ttft_s), slo_cost(terms.tpot_s / slo.tpot_s)
+    context, name, ttft_s = decode.context, decode.view.info.instance_id, terms.room_s + terms.rest_s
+    own_ttft, own_tpot = own_costs(context, name, name, ttft_s, terms.tpot_s)
     total = own_ttft + own_tpot + context.weight * (terms.others + terms.memory)
     return Option(
         total=total,
@@ -514,7 +592,7 @@ def pair(prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerm
         link = (
             waits_s / moves_s * (slo_cost((now_s + moves_s / brief) / others.tpot_s) - slo_cost(now_s / others.tpot_s))
         )
-    own_ttft, own_tpot = slo_cost(ttft_s / slo.ttft_s), slo_cost(tpot_s / slo.tpot_s)
+    own_ttft, own_tpot = own_costs(context, prefill.instance_id, decode.view.info.instance_id, ttft_s, tpot_s)
     cost_to_others = part.others + link + terms.others + terms.memory
     total = own_ttft + own_tpot + own_pause + context.weight * cost_to_others
     return Option(
@@ -554,7 +632,7 @@ def kept_options(best: Option) -> list[Option]:
 
 def _kept(prefill: PrefillSide, side: DecodeSide, busy: float, best: Option, tokens: int) -> Option:
     context = side.context
-    job, own, slo, others = context.job, context.own, context.job.slo, context.others
+    job, own, others = context.job, context.own, context.others
     pull = best.pull
     terms = side.terms(0, pull=pull)
     step_s, slower = side.beside_prompts()
@@ -570,7 +648,7 @@ def _kept(prefill: PrefillSide, side: DecodeSide, busy: float, best: Option, tok
     more_s, then_s = (slower - 1.0) * own_s / (1.0 - min(busy, BUSIEST)), prefill.wait_s + own_s
     delayed = coming * (slo_cost((then_s + more_s) / others.ttft_s) - slo_cost(then_s / others.ttft_s))
     memory = rest.memory if tokens * here_s < rest.room_s else 0.0
-    own_ttft, own_tpot = slo_cost(ttft_s / slo.ttft_s), slo_cost(tpot_s / slo.tpot_s)
+    own_ttft, own_tpot = own_costs(context, prefill.instance_id, prefill.instance_id, ttft_s, tpot_s)
     cost_to_others = terms.others + terms.memory + delayed + over * (rest.others + memory)
     return Option(
         total=own_ttft + own_tpot + context.weight * cost_to_others,

@@ -24,6 +24,7 @@ from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, Ins
 from shared.domain.job import JobView
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.errors import Unavailable
+from shared.policy.aging import with_progress
 from shared.policy.decode_admission import takes_tokens, with_job
 from shared.policy.ledger import Assignment, WorkloadLedger, mark_of, promised_to
 from shared.policy.papers.costs import ChunkedCost, PartialPrefillCost
@@ -450,8 +451,11 @@ def _with(view: InstanceView, more: Assignment) -> InstanceView:
         takes = takes_tokens(view, more.decode_tokens, more.saved_tokens)
         free_blocks -= -(-takes // block_size)
         ahead = with_job(ahead, takes, more.answer_tokens, block_size, more.lead_steps)
+    time_s, done = load.time_s, load.done_tokens
+    if more.prefill_tokens and not more.coming:
+        time_s, done = with_progress(view, more.time_s)
     booked = InstanceLoad(
-        time_s=load.time_s,
+        time_s=time_s,
         queued_prefill=load.queued_prefill + (more.prefill_tokens > 0),
         queued_prefill_tokens=load.queued_prefill_tokens + more.prefill_tokens,
         running=load.running,
@@ -469,6 +473,7 @@ def _with(view: InstanceView, more: Assignment) -> InstanceView:
         prefill_share=load.prefill_share,
         kv_ahead=ahead,
         busy_share=load.busy_share,
+        done_tokens=done,
     )
     return InstanceView(view.info, view.role, view.state, booked)
 

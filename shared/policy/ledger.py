@@ -21,6 +21,7 @@ from shared.policy.class_demand import ClassDemand
 from shared.policy.decode_admission import is_heavy
 from shared.policy.output_lengths import OutputLengths
 from shared.policy.sessions import Sessions
+from shared.policy.truth import EstimateErrors
 
 SETTLE_S = 1.0  # a job that was placed this long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
@@ -261,6 +262,7 @@ class WorkloadLedger:
         self.output_lengths = OutputLengths()
         self.class_demand = ClassDemand()
         self.sessions = Sessions()
+        self.errors = EstimateErrors()
 
     def __len__(self) -> int:
         return len(self._work)

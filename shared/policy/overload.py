@@ -55,7 +55,8 @@ def decide(
     """
     if unable := index.unable(job):
         exclude = unable.union(exclude)
-    return _Decision(job, index, policies, now, rng, exclude).route()
+    decision = _Decision(job, index, policies, now, rng, exclude)
+    return decision.with_estimate(decision.route())
 
 
 def steps_aside(slo: Slo, waited_s: float, again_s: float) -> bool:
@@ -114,6 +115,20 @@ class _Decision:
                 self._hold(route)
             raise Delayed(message, cause=obstacle.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
         return self._with_room(other)
+
+    def with_estimate(self, route: Route) -> Route:
+        """The route of a first placement with what its estimate predicts, corrected by what came of earlier ones. Where
+        the policy that chose the route makes no estimate, one is made of a route that names its decode instance.
+        """
+        estimated = route.estimated
+        if self.job.begun or self.job.warms:
+            return route
+        if estimated is None and route.decode is not None:
+            option = self._estimate(Placed(route, None))
+            estimated = option.estimated if option is not None else None
+        if estimated is None:
+            return route
+        return msgspec.structs.replace(route, estimated=self.index.ledger.errors.corrected(estimated))
 
     def _place(self, exclude: InstanceIds) -> Placed:
         return place(self.job, self.index, self.policies, self.now, self.rng, exclude)

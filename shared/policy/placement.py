@@ -205,6 +205,7 @@ class _RouteBuilder:
             pull=_pull_of(estimate),
             keep_tokens=first.keep_tokens,
             affinity=first.affinity,
+            estimated=estimate.estimated if estimate is not None else None,
         )
         return Placed(route, estimate)
 

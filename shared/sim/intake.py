@@ -21,6 +21,7 @@ from shared.policy.overload import decide
 from shared.policy.role_flip import FlipContext, FlipDecision, FlipHistory, RoleFlip
 from shared.policy.saved_tokens import saved_tokens
 from shared.policy.split import freedom
+from shared.policy.truth import FEWEST_TOKENS, Compared
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
@@ -121,6 +122,8 @@ class Intake(Part):
         answer = self._record.output_tokens(request.row) if status is Status.COMPLETED else 0
         self._shares.charge(request.caller, 0, answer)
         self._shares.left(request.caller, now)
+        if status is Status.COMPLETED and (compared := self._compared(request, now)) is not None:
+            self._fleet.ledger.errors.add(compared)
         self._fleet.ledger.complete(request.job.job_id, answer, self._met(request, status, now), now)
         if self._flips is not None:
             self._flips.ended(request.job.job_id, answer, now)
@@ -223,6 +226,7 @@ class Intake(Part):
         if not request.job.begun:
             self._shares.charge(request.caller, request.job.prompt_tokens, 0)
             request.job = msgspec.structs.replace(request.job, begun=True)
+            request.placed_s, request.estimated = now, route.estimated
         self._start(request, route, index, now)
         if self._flips is not None and request.attempt == 1:
             self._flips.placed(request, route, now)
@@ -265,6 +269,16 @@ class Intake(Part):
         request.waits_prefill = True
         instance.prefills += 1
         self._legs.start(instance, leg, now)
+
+    def _compared(self, request: SimRequest, now: float) -> Compared | None:
+        """The estimate of a request's first placement beside its outcome; None where it was resumed elsewhere."""
+        tokens = self._record.output_tokens(request.row)
+        if request.estimated is None or request.attempt > 1 or tokens < 1:
+            return None
+        first_s, prompt = request.first_token_s, request.first_prompt_tokens
+        tpot_s = (now - first_s) / (tokens - 1) if tokens >= FEWEST_TOKENS else None
+        ttft_s = max(0.0, first_s + self._run.token_s - request.placed_s)
+        return Compared(request.estimated, prompt, ttft_s, tpot_s)
 
     def _met(self, request: SimRequest, status: Status, now: float) -> bool | None:
         """Whether the request met its targets; None if it never had a place."""

@@ -32,7 +32,8 @@ class Outcomes:
     split_tokens: prompt tokens that the prefill instance computed. transfer_s: from the prefill's end until all KV was
     at the decode instance. attempts: 1, plus one for each resume after a lost instance. longest_gap_s: between two
     tokens of the request, NaN with fewer than two. gaps_over: gaps longer than the target (`Slo.itl_s`) that the
-    request's class had in the run.
+    request's class had in the run. predicted_ttft_s, predicted_tpot_s: by the estimate of its first placement, NaN
+    without one.
     """
 
     arrival_s: Times
@@ -49,6 +50,8 @@ class Outcomes:
     preemptions: NDArray[np.int16]
     longest_gap_s: Times
     gaps_over: Lengths
+    predicted_ttft_s: Times
+    predicted_tpot_s: Times
 
     @classmethod
     def empty(cls, workload: Workload) -> "Outcomes":
@@ -68,6 +71,8 @@ class Outcomes:
             preemptions=np.zeros(n, dtype=np.int16),
             longest_gap_s=np.full(n, np.nan),
             gaps_over=np.zeros(n, dtype=np.int64),
+            predicted_ttft_s=np.full(n, np.nan),
+            predicted_tpot_s=np.full(n, np.nan),
         )
 
     def __len__(self) -> int:

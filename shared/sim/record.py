@@ -115,6 +115,9 @@ class Record:
         if status is not Status.COMPLETED:
             return
         rows.last_token_s[row] = now + self._run.token_s
+        if (estimated := request.estimated) is not None:
+            rows.predicted_ttft_s[row] = request.placed_s - request.arrived_s + estimated.ttft_s
+            rows.predicted_tpot_s[row] = estimated.tpot_s
         if rows.output_tokens[row] > 1:
             rows.longest_gap_s[row] = request.longest_gap_s
             rows.gaps_over[row] = request.gaps_over

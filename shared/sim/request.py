@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shared.domain.estimated import Estimated
 from shared.domain.job import JobView, LengthPrediction
 from shared.policy.prefill_order import Rank
 
@@ -119,6 +120,8 @@ class SimRequest:
     migrated_s: float = float("-inf")  # when it was last placed elsewhere, to go on there with its KV
     waits_from_s: float = -1.0  # since when it waits for an instance that can take it
     waited_s: float = 0.0  # how long it waited so before, since its last token
+    placed_s: float = -1.0  # when it had its first placement, and what the estimate of that predicted
+    estimated: Estimated | None = None
     first_token_s: float = -1.0
     last_token_s: float = -1.0
     longest_gap_s: float = 0.0  # between two of its tokens

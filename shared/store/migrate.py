@@ -37,6 +37,8 @@ _ADDED_SINCE_INITIAL = {  # columns
     ("events", "origin"),
     ("flips", "job_id"),
     ("flips", "to_instance"),
+    ("requests", "predicted_ttft_s"),
+    ("requests", "predicted_tpot_s"),
 }
 _TABLES_SINCE_INITIAL = {"adapters"}
 _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")

@@ -42,6 +42,8 @@ requests = Table(
     Column("gaps", Integer, nullable=False, server_default="0"),
     Column("gaps_over", Integer, nullable=False, server_default="0"),  # of those, longer than the class's `itl_s`
     Column("slo_met", Boolean),
+    Column("predicted_ttft_s", Double),  # by the estimate of its first placement
+    Column("predicted_tpot_s", Double),
     Column("timeline", Text),  # JSON of shared.timeline.RequestTimeline
     Index("requests_arrived", "arrived_s"),
     Index("requests_phase", "phase", "arrived_s"),

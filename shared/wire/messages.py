@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from shared.domain.adapters import AdapterSet
+from shared.domain.estimated import Estimated
 from shared.domain.instance import InstanceLoad, Promised, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
@@ -57,6 +58,17 @@ class JobReport(msgspec.Struct):
     longest_gap_s: Finite | None = None  # None where there was no gap
     gaps: int = 0  # how many there were
     gaps_over: int = 0  # how many of them exceeded the target `itl_s` of the SLO class
+    placed_s: Finite = 0.0  # these two as in `RequestTimeline`
+    estimated: Estimated | None = None
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """As in `RequestTimeline`."""
+        return self.placed_s - self.arrived_s + self.estimated.ttft_s if self.estimated is not None else None
+
+    @property
+    def predicted_tpot_s(self) -> float | None:
+        return self.estimated.tpot_s if self.estimated is not None else None
 
 
 class Refused(msgspec.Struct, frozen=True):

@@ -82,14 +82,18 @@ def test_rows_of_dense_models_are_predicted(tmp_path: Path, library: Library) ->
         "tp_size": 1,
         "silicon_tpot_ms": 10.0,
     }
+    cached = {**row, "batch_size": 112, "silicon_tpot_ms": 8.0}
     too_large = {**row, "model_path": "meta-llama/Llama-3.1-70B", "gemm_quant_mode": "bfloat16"}
     others = {"mode": "disagg"}, {"system": "b200_sxm"}, {"model_path": "Qwen/Qwen3-235B-A22B-FP8"}
     sample = tmp_path / "sample.csv"
-    pd.DataFrame([row, too_large, *({**row, **other} for other in others)]).to_csv(sample, index=False)
+    pd.DataFrame([row, cached, too_large, *({**row, **other} for other in others)]).to_csv(sample, index=False)
     got = silicon_errors(sample, library)
     assert set(got["aims"]) == {"silicon_dense_tpot_mape_percent"}
     assert got["figures"]["silicon_llama_3_1_8b_instruct_h200_sxm_vllm_rows"] == got["figures"]["silicon_all_rows"] == 1
     assert "does not fit the KV capacity" in got["notes"][0]
+    assert got["notes"][1].startswith(
+        "silicon rows that are set aside: 1, whose prompts alone would need more than 0.95"
+    )
 
 
 def test_scales_of_blocks_cost_a_kernel_more(library: Library) -> None:

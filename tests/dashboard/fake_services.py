@@ -23,7 +23,7 @@ from tests.dashboard.sample_data import T0, WAIT_S, instance, lengths, report, s
 WORDS = ("Prefill ", "and ", "decode ", "part ", "ways.")  # of each chat's answer; it waits for `chat_go` after two
 ROUTES = {
     "monitor": ("/instances", "/cluster", "/flips", "/events", "/demand", "/verdict", "/history"),
-    "scheduler": ("/requests",),
+    "scheduler": ("/requests", "/predictions"),
     "planner": ("/fleet", "/proposals", "/plans", "/what-if", "/mode"),
 }
 ORDERS = {
@@ -56,6 +56,7 @@ class FakeServices:
     events: list[Row] = field(default_factory=list)
     demand: Row = field(default_factory=lambda: {"demand": None})
     lengths: Row = field(default_factory=lengths)
+    predictions: Row = field(default_factory=lambda: {"instances": [], "kinds": []})
     metrics: str = ""
     level: Level = Level.GOOD
     timelines: dict[str, RequestTimeline] = field(default_factory=dict)
@@ -108,6 +109,7 @@ class FakeServices:
             "/operations/{operation_id}": lambda operation_id: _found(self.flips, "operation_id", operation_id),
             "/events": self._events,
             "/policies": self._policies,
+            "/predictions": lambda: self.predictions,
             "/requests": self._requests,
             "/requests/search": self._search,
             "/requests/{job_id}": lambda job_id: _found(self.jobs, "job_id", job_id),

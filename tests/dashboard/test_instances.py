@@ -265,3 +265,11 @@ def test_the_result_of_an_action(error: Exception | None, state: ResultState, te
         future.set_exception(error)
     assert started.result(104.0).state is state
     assert text in started.result(104.0).text
+
+
+def test_how_far_predictions_were_off(fleet: AppTest, page: AppTest, cluster: Any) -> None:
+    figures = {"count": 20, "bias": -0.1, "median": 0.12, "p90": 0.3}
+    cluster.predictions = {"instances": [{"instance_id": "d1", "ttft": None, "tpot": figures}], "kinds": []}
+    one = opened(page, "instances", instance="d1").run()
+    assert not one.exception
+    assert shows(one, "predictions off by: TPOT 12 % (p90 30 %)")

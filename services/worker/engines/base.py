@@ -5,7 +5,7 @@ of its prefix cache. This module imports no engine.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -245,7 +245,8 @@ class HostTierStats(msgspec.Struct, frozen=True):
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of requests without blocks that
     are to decode here. `free_blocks` includes those that are kept for sessions and that no request uses.
-    `prompt_tokens`, `hit_tokens`, `preemptions` and `sessions_yielded` count since the start.
+    `partly`: of running requests whose prompts are partly computed, by id, the tokens that are, or are in steps under
+    way. `prompt_tokens`, `hit_tokens`, `preemptions` and `sessions_yielded` count since the start.
     """
 
     running: int = 0
@@ -253,6 +254,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    partly: Mapping[str, int] = {}
     prompt_tokens: int = 0  # of all requests that have started
     hit_tokens: int = 0  # of these, found in the engine's own prefix cache or in its host memory
     preemptions: int = 0  # how often a request lost its blocks

@@ -254,6 +254,12 @@ class EmulatedEngine:
             waiting_tokens=backlog.waiting_tokens,
             free_blocks=sum(lane.memory.available for lane in self._lanes),
             total_blocks=sum(lane.memory.total for lane in self._lanes),
+            partly={
+                request.request.request_id: request.computed_tokens
+                for lane in self._lanes
+                for request in lane.scheduler.prefilling
+                if request.computed_tokens
+            },
             prompt_tokens=sum(lane.prompt_tokens for lane in self._lanes),
             hit_tokens=sum(lane.hit_tokens for lane in self._lanes),
             preemptions=sum(lane.preemptions for lane in self._lanes),

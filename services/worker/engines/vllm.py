@@ -516,6 +516,11 @@ class VllmEngine:
             waiting_tokens=self._scheduling.waiting_tokens,
             free_blocks=blocks.free,
             total_blocks=blocks.total,
+            partly={
+                request.request_id: request.num_computed_tokens
+                for request in scheduler.running
+                if 0 < request.num_computed_tokens < request.num_prompt_tokens
+            },
             prompt_tokens=self._cache.prompt_tokens,
             hit_tokens=self._cache.hit_tokens,
             preemptions=self._scheduling.preemptions,

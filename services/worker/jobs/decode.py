@@ -49,7 +49,7 @@ BESIDE_S = 0.1  # how long a summary of all jobs is used
 
 @dataclass(slots=True, eq=False)
 class _Decode:
-    """One job. `uncomputed`: tokens to prefill here, 0 from its first one on."""
+    """One job. `uncomputed`: tokens to prefill here when it came, 0 from its first one on."""
 
     request: DecodeRequest
     call: ServerCall
@@ -162,8 +162,15 @@ class DecodeService:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the queued jobs that are not computed."""
-        return sum(job.uncomputed for job in self._active.values())
+        """Prompt tokens of the queued jobs that are not computed, without the last one of each."""
+        if not self.queued:
+            return 0
+        computed = self._engine.stats().partly
+        return sum(
+            max(0, min(job.uncomputed, _known_tokens(job.request) - 1 - computed.get(request_id, 0)))
+            for request_id, job in self._active.items()
+            if job.uncomputed
+        )
 
     def expect(self, request: ExpectRequest, call: ServerCall) -> None:
         """Announce a decode: the load includes it until it arrives or is released, or its gateway is gone."""

@@ -87,8 +87,14 @@ class PrefillService:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the queued jobs, without those that its prefix cache is known to hold."""
-        return sum(job.request.prompt_tokens - job.request.known for job in self._active.values())
+        """Prompt tokens of the queued jobs that are neither computed nor known to be in its prefix cache."""
+        if not self._active:
+            return 0
+        computed = self._engine.stats().partly
+        return sum(
+            max(0, job.request.prompt_tokens - max(job.request.known, computed.get(request_id, 0)))
+            for request_id, job in self._active.items()
+        )
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         """Compute the prompt's KV and stage it; the first token is in the reply if it was wanted.

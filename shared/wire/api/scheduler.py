@@ -2,13 +2,15 @@
 
 from msgspec import Struct
 
+from shared.domain.estimated import ErrorFigures, PromptSize, RouteKind
 from shared.domain.job import Phase
 from shared.domain.route import PolicySpec
 
 
 class RequestRow(Struct, frozen=True, kw_only=True):
     """The state of one request. caller: the name of the API key, empty without one. outcome: the finish reason, or the
-    code of the error. longest_gap_s, gaps, gaps_over: see `shared.timeline.RequestTimeline`.
+    code of the error. longest_gap_s, gaps, gaps_over: see `shared.timeline.RequestTimeline`. predicted_ttft_s,
+    predicted_tpot_s: by the estimate of its first placement, to compare with ttft_s and tpot_s.
     """
 
     phase: Phase
@@ -29,6 +31,8 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     longest_gap_s: float | None
     gaps: int
     gaps_over: int
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
 
 
 class StoredRequest(RequestRow, frozen=True, kw_only=True):
@@ -44,6 +48,38 @@ class RequestPage(Struct, frozen=True):
 
     rows: list[StoredRequest]
     more: bool = False
+
+
+class InstanceErrors(Struct, frozen=True):
+    """Of the estimates for one instance: TTFT where it computed the beginning of the prompt, TPOT where it decoded."""
+
+    instance_id: str
+    ttft: ErrorFigures | None = None
+    tpot: ErrorFigures | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.ttft is not None or self.tpot is not None
+
+
+class KindErrors(Struct, frozen=True):
+    """Of the estimates for one kind of request, by its route and the length of its prompt."""
+
+    route: RouteKind
+    prompt: PromptSize
+    ttft: ErrorFigures | None = None
+    tpot: ErrorFigures | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.ttft is not None or self.tpot is not None
+
+
+class Predictions(Struct, frozen=True):
+    """The relative errors of the estimates of a scheduler's last placements."""
+
+    instances: list[InstanceErrors]
+    kinds: list[KindErrors]
 
 
 class FollowedPolicies(Struct, frozen=True):

@@ -12,7 +12,7 @@ from shared.domain.route import Route
 from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError, Unavailable
 from shared.runtime.logs import get_log
 from shared.timeline import RequestTimeline
-from shared.wire.api.scheduler import FollowedPolicies, RequestPage, RequestRow
+from shared.wire.api.scheduler import FollowedPolicies, Predictions, RequestPage, RequestRow
 from shared.wire.clients.http import JsonClient
 from shared.wire.clients.monitor import FOLLOW_S, LOAD_S
 from shared.wire.messages import (
@@ -210,6 +210,10 @@ class SchedulerAdmin(JsonClient):
     async def timeline(self, job_id: str) -> RequestTimeline:
         """The course of a request so far. Raises NotFound."""
         return await self.get(f"/requests/{job_id}/timeline", RequestTimeline)
+
+    async def predictions(self) -> Predictions:
+        """How true the estimates of its last placements were."""
+        return await self.get("/predictions", Predictions)
 
     async def policies(self) -> FollowedPolicies:
         """The policies that it follows."""

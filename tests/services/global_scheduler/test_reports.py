@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.global_scheduler.forward import DeliveryQueue, ForwardMetrics, post_all
 from services.global_scheduler.reports import outcome_of
+from shared.domain.estimated import PromptSize, RouteKind
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Loss, Phase, Slo
 from shared.domain.kv import TransferOutcome, TransferReport
@@ -317,3 +319,49 @@ async def test_a_quiet_scheduler_tells_of_several_seconds_at_once(start: Start) 
     async with json_sink(port) as taken:
         await until(lambda: len(taken.get("demand", ())) >= 4, "four seconds told", timeout_s=60)
     assert len(taken["revision"]) <= len(taken["demand"]) / 2 + 1  # each message tells of its policies
+
+
+async def test_predictions_are_compared_with_their_outcomes(start: Start) -> None:
+    scheduler = await start(placement="adaptive", split="adaptive", dispatch="adaptive")
+    await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
+    now = time.time()
+    route = await scheduler.client.place(JobView("j1", 100, 50), timeout_s=5)
+    estimated = route.estimated
+    assert estimated is not None
+    assert estimated.decodes == "d0"
+    ttft_s = 0.5 + 2.0 * estimated.ttft_s  # half a second before its placement
+    made = {"arrived_s": now - 0.5, "placed_s": now, "estimated": estimated, "ttft_s": ttft_s}
+    await scheduler.client.report([report("j1", **made, tpot_s=estimated.tpot_s)], timeout_s=5)
+    lost = report("j2", **made, tpot_s=9.0, losses=[Loss(3, "d0", 1)])
+    short = report("j3", **made, tpot_s=9.0, output_tokens=2)
+    await scheduler.client.report([lost, short, report("j4")], timeout_s=5)
+
+    row = await scheduler.admin.request("j1")
+    assert row.predicted_ttft_s == pytest.approx(0.5 + estimated.ttft_s, abs=1e-3)
+    assert row.predicted_tpot_s == estimated.tpot_s
+    known = await scheduler.admin.predictions()
+    by_instance = {one.instance_id: one for one in known.instances}
+    ttft, tpot = by_instance[estimated.computes].ttft, by_instance["d0"].tpot
+    assert ttft is not None
+    assert ttft.count == 2
+    assert ttft.bias == pytest.approx(-0.5, abs=0.01)
+    assert tpot is not None
+    assert tpot.count == 1
+    assert tpot.median == pytest.approx(0.0)
+    (kind,) = known.kinds
+    assert (kind.route, kind.prompt) == (estimated.kind, PromptSize.SHORT)
+    said = await text(scheduler.transport, "/metrics")
+    assert 'polyphase_scheduler_prediction_error_ratio_count{prompt="short"' in said
+    assert f'polyphase_scheduler_instance_prediction_error_ratio{{instance_id="{estimated.computes}"' in said
+
+
+async def test_fixed_policies_predict_where_they_name_both_instances(start: Start) -> None:
+    scheduler = await start(split="none", dispatch="random")
+    await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
+    whole = await scheduler.client.place(JobView("j1", 100, 50), timeout_s=5)
+    assert whole.decode is not None
+    assert whole.estimated is not None
+    assert whole.estimated.kind is RouteKind.WHOLE
+    assert whole.estimated.ttft_s > 0.0
+    again = await scheduler.client.place(JobView("j1", 100, 50, begun=True), timeout_s=5)
+    assert again.estimated is None

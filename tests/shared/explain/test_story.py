@@ -2,6 +2,7 @@ from random import Random
 
 import pytest
 
+from shared.domain.estimated import Estimated, RouteKind
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.domain.route import Reason
 from shared.explain import explain
@@ -188,3 +189,14 @@ def test_real_routes_have_words(placement: str, split: str) -> None:
     whole = f"{first.instance_id} computes it whole"
     assert said.startswith(("Prefill went to p-", "Prefill of ") if route.prefill else whole)
     assert all(reason.what in PHRASES or reason.what.startswith("local: ") for reason in route.reasons), route.reasons
+
+
+def test_what_was_predicted_stands_beside_what_came() -> None:
+    timeline = disaggregated()
+    timeline.placed_s, timeline.estimated = 100.01, Estimated(0.39, 0.025, RouteKind.FULL, "prefill-1", "decode-0")
+    told = next(one for one in explain(timeline).steps if "predicted" in one.text)
+    assert told.text == (
+        "Its first token was predicted after 0.4 s and came after 0.62 s; each further one was predicted to take 25 ms "
+        "and took 31 ms."
+    )
+    assert told.at_s == pytest.approx(0.01)

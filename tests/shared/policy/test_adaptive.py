@@ -5,6 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
+from shared.domain.estimated import Estimated, RouteKind
 from shared.domain.instance import InstanceView
 from shared.domain.job import JobView, Slo
 from shared.domain.kv import Codec
@@ -19,6 +20,7 @@ from shared.policy.output_lengths import Lengths, OutputLengths
 from shared.policy.placement import Policies, place
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, Split
+from shared.policy.truth import SURELY, Compared
 from tests.shared.policy.views import ALL, TARGETS, asked, busy, d, index, job, p, rates, route, view, way
 
 
@@ -229,3 +231,22 @@ def test_where_all_serve_whole_jobs_a_holder_is_not_held_to_the_prompt_that_it_h
     coupled = ClusterIndex(views, rng=Random(0), prefixes=prefixes)
     without = Policies(Adaptive(pull=False), ALL.split, ALL.dispatch)
     assert way(place(asked(2_800, prefix=blocks), coupled, without, 0.0, Random(0)).route) == ("", chosen, "none")
+
+
+@pytest.mark.parametrize("observed", [1.8, 0.6, 4.0, 0.25])
+def test_estimates_that_turned_out_wrong_decide_less(observed: float) -> None:
+    """Of two decode instances the emptier one is chosen, unless its times per token were more than twice, or less than
+    half, as long as computed.
+    """
+    found, one = index(d("a", **busy(4)), d("b", **busy(8))), asked()
+
+    def chosen() -> str:
+        return way(place(one, found, ALL, 0.0, Random(0)).route)[1]
+
+    assert chosen() == "a"
+    for _ in range(SURELY):
+        estimated = Estimated(0.1, 0.02, RouteKind.WHOLE, "a", "a")
+        found.ledger.errors.add(Compared(estimated, 1000, 0.1 * observed, 0.02 * observed))
+        for _ in range(2):
+            found.ledger.errors.add(Compared(Estimated(0.1, 0.02, RouteKind.WHOLE, "b", "b"), 1000, 0.1, 0.02))
+    assert chosen() == ("b" if not 0.5 < observed < 2.0 else "a")

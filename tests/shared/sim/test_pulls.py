@@ -43,7 +43,9 @@ class Told:
             return None
         found = self._pulls.get(job.job_id)
         pull = Pull(views[found[0]], found[1], found[1], 0.0, 0.0) if found is not None and found[0] in views else None
-        estimate: Any = SimpleNamespace(pull=pull, prefill=None, decode=None, lead_steps=0, ttft_s=0.0, hold_s=0.0)
+        estimate: Any = SimpleNamespace(
+            pull=pull, prefill=None, decode=None, lead_steps=0, ttft_s=0.0, hold_s=0.0, estimated=None
+        )
         return Choice(chosen, estimate=estimate)
 
 

@@ -26,6 +26,8 @@ def request_row(job_id: str, *, phase: str = "queued", final: bool = False, **ch
         "gaps": 0,
         "gaps_over": 0,
         "slo_met": None,
+        "predicted_ttft_s": None,
+        "predicted_tpot_s": None,
         "timeline": None,
     }
     return {**row, **changes}

@@ -58,6 +58,7 @@ async def test_an_older_revision_is_upgraded_and_keeps_its_rows(engine: AsyncEng
         engine,
         *(f"ALTER TABLE {table} DROP COLUMN origin" for table in ("flips", "events")),
         *(f"ALTER TABLE flips DROP COLUMN {column}" for column in ("job_id", "to_instance")),
+        *(f"ALTER TABLE requests DROP COLUMN predicted_{one}_s" for one in ("ttft", "tpot")),
         "DROP TABLE adapters",
         f"UPDATE alembic_version SET version_num = '{older}'",
         "INSERT INTO leases VALUES ('monitor', 'm', 'http://m', 1, 2, 3.0)",

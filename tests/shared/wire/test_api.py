@@ -30,7 +30,8 @@ FIELDS = {
     ),
     scheduler.RequestRow: (
         "phase job_id gateway_id arrived_s prompt_tokens output_tokens prefill_instance decode_instance split slo "
-        "outcome ttft_s tpot_s slo_met caller longest_gap_s gaps gaps_over"
+        "outcome ttft_s tpot_s slo_met caller longest_gap_s gaps gaps_over predicted_ttft_s "
+        "predicted_tpot_s"
     ),
     worker.InstanceStatus: "info role draining load flips refused chunk_size policies threads max_seqs",
     worker.InstanceDetails: (

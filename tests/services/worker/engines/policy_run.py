@@ -205,11 +205,13 @@ async def chunks(run: WatchedEngine) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for tokens in (128, 48, 1024):
         run.engine.set_chunk_size(tokens)
+        run.partly.clear()
         since = run.engine.steps.page("e", 1, -1, 1).next
         run.submit(f"chunks {tokens}", make_prompt(200, 11), 3)
         await run.ends_of(f"chunks {tokens}")
         steps = run.engine.steps.page("e", 1, since, 1000).steps
         found[f"of {tokens}"] = [new for step in steps for new, _ in step.prefill]
+        found[f"partly {tokens}"] = list(run.partly)
         found[f"tokens {tokens}"] = run.tokens[f"chunks {tokens}"]
     return found
 

@@ -109,6 +109,20 @@ async def test_a_prompt_goes_in_chunks_and_then_token_by_token() -> None:
         assert running.stats().running == 0
 
 
+async def test_what_is_computed_of_a_prompt_shows_between_its_chunks() -> None:
+    async with engine() as running:
+        lane, partly = running._lanes[0], list[dict[str, int]]()
+        end_step = lane._end_step
+
+        def ended(step: Any) -> None:
+            end_step(step)
+            partly.append(dict(running.stats().partly))
+
+        lane._end_step = ended  # type: ignore[method-assign]
+        await finish(running, request("a", 150, 2))
+        assert partly == [{"a": 64}, {"a": 128}, {}, {}]
+
+
 async def test_tokens_do_not_depend_on_who_gives_them() -> None:
     async with engine() as running:
         whole = await finish(running, request("a", 20, 4))

@@ -119,4 +119,6 @@ def test_a_chunk_size_is_changed_between_two_steps_up_to_what_the_engine_was_sta
     chunks = found["chunks"]
     assert chunks["of 128"] == chunks["of 1024"] == [128, 72]
     assert chunks["of 48"] == [48, 48, 48, 48, 8]
+    assert chunks["partly 48"] == [48, 96, 144, 192], "what is computed of a prompt does not count as queued"
+    assert chunks["partly 128"] == [128]
     assert chunks["tokens 128"] == chunks["tokens 48"] == chunks["tokens 1024"]

@@ -30,6 +30,7 @@ class WatchedEngine(Run):
         self.paused: list[str] = []  # each time that one lost its blocks
         self.beside: dict[str, list[str]] = {}  # who was inside when it entered
         self.pulls: list[PullEnded] = []
+        self.partly: list[int] = []  # of a prompt, its tokens that were computed before each step
         self.preemptions = self.turns = 0
         self._stops: list[tuple[str, int, threading.Event, threading.Event]] = []
         self._watch()
@@ -44,6 +45,7 @@ class WatchedEngine(Run):
 
         def turned(*given: Any, **more: Any) -> Any:
             self.turns += 1
+            self.partly += self.engine.stats().partly.values()
             self._stop()
             return schedule(*given, **more)
 

@@ -47,6 +47,7 @@ class ScriptedEngine:
         self.arrived = asyncio.Event()
         self.predictions: dict[str, LengthPrediction] = {}
         self.woken = 0
+        self.partly: dict[str, int] = {}
 
     async def start(self) -> EngineInfo:
         raise NotImplementedError
@@ -70,7 +71,7 @@ class ScriptedEngine:
         raise NotImplementedError
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(partly=self.partly)
 
     async def close(self) -> None:
         """Nothing to stop."""

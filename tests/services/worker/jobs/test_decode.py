@@ -65,6 +65,21 @@ async def test_what_an_instance_is_known_to_hold_of_a_prompt_does_not_count_as_q
     await other
 
 
+async def test_what_is_computed_of_a_prompt_does_not_count_as_queued() -> None:
+    computes, decodes = Side(Role.PREFILL), Side(Role.DECODE)
+    tasks = [await computes.prefill(prefill_request(50, saved=32)), await computes.prefill(prefill_request(50))]
+    tasks.append(await decodes.decode(decode_request()))
+    first, second = (request.request_id for request in computes.engine.requests)
+    for partly, queued in ({first: 32, second: 16}, 18 + 34), ({first: 40, second: 50}, 10), ({"other": 7}, 18 + 50):
+        computes.engine.partly = partly
+        assert (computes.prefills.queued, computes.prefills.queued_tokens) == (2, queued)
+    assert (decodes.decodes.queued, decodes.decodes.queued_tokens) == (1, 2)
+    decodes.engine.partly = {decodes.engine.requests[0].request_id: 1}
+    assert (decodes.decodes.queued, decodes.decodes.queued_tokens) == (1, 1)
+    assert max(decodes.decodes.kv_ahead(0, 0)) == 3 + 8
+    await cancelled(*tasks)
+
+
 async def test_a_decode_that_has_left_another_instance_goes_on_after_its_known_tokens() -> None:
     """Their KV counts as held here, and no step repeats them."""
     side = Side(Role.DECODE)
