@@ -59,7 +59,6 @@ PLAIN = {
     "kv_engines": "KV transfer between two real engines, by transport.",
     "kv_memory": "KV memory and KV on the wire of models with sliding windows, compared with plain vLLM.",
     "control": "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, traffic, placement, a restart.",
-    "dashboard": "Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances.",
     "policy": "The time of one decision of each policy with 10, 100 and 1,000 instances.",
     "overload": "Interactive and batch requests at twice the capacity, with and without overload control.",
     "traces": "5,000 traced requests: time to the first token outside all spans, dropped spans, overhead.",
@@ -101,6 +100,17 @@ def bench_soak(
 def bench_predictor(part: Parts = None, as_json: Json = False) -> None:
     """The length predictor: bayes (accuracy against the optimum), latency, modes (cost of a request) and worth."""
     _measure("predictor", as_json, part or ())
+
+
+@bench_app.command("dashboard")
+def bench_dashboard(
+    busy: Annotated[
+        bool, typer.Option("--busy", help="All pages beside 32 emulated instances that use all cores instead.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances."""
+    _measure("dashboard", as_json, busy=busy)
 
 
 @bench_app.command("policies")
