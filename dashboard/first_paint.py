@@ -5,8 +5,10 @@ the functions of the pages, without buttons, and goes when the page itself has b
 """
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ from dashboard.console import INSTANCE_ID, OPERATION_ID, REQUEST_ID, shared_api
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.events_page import event_frame, newest_events
 from dashboard.instances_page import instance_frame, worst_first
-from dashboard.overview_page import snapshot
+from dashboard.layout import last_hour
+from dashboard.overview_page import first_charts, snapshot
 from dashboard.plan_page import plan_picture
 from dashboard.policies_page import policy_table
 from dashboard.predictor_page import length_parts
@@ -47,14 +50,16 @@ Answer = Future[Read[Any]] | None
 @dataclass(frozen=True, slots=True)
 class Painting:
     """What a page shows before Streamlit draws it. read: starts the reads; None where a service has no URL. paint: the
-    HTML of their values, of which the first is known; its arguments are this value, all reads, and the time. drawn:
-    what the page itself has in the browser once it is there.
+    HTML of their values; its arguments are the first value, which is known, all reads, None for those that are still on
+    their way, and the time. drawn: what the page itself has in the browser once it is there. elements: of Streamlit,
+    which the page has besides HTML.
     """
 
     title: str
     read: Callable[[Api, float], Sequence[Answer]]
-    paint: Callable[[Any, Sequence[Read[Any]], float], str]
+    paint: Callable[[Any, Sequence[Read[Any] | None], float], str]
     drawn: tuple[str, ...] = (TABLE,)
+    elements: tuple[str, ...] = ()
 
 
 def _frame_table(frame: pd.DataFrame) -> str:
@@ -70,35 +75,56 @@ def _cell(cell: object) -> str:
     return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
 
 
-def _events(found: Any, reads: Sequence[Read[Any]], now_s: float) -> str:
+def _overview(verdict: Any, reads: Sequence[Read[Any] | None], now_s: float) -> str:
+    read, cluster, history = reads
+    assert read is not None
+    upper = snapshot(read, verdict, cluster.value if cluster is not None else None, now_s)
+    if history is None or history.value is None:
+        return upper
+    goal = DashboardSettings.load().slo_goal
+    return upper + markup.page(markup.soft(TIMES)) + first_charts(history.value, ZONE, goal)
+
+
+def _events(found: Any, reads: Sequence[Read[Any] | None], now_s: float) -> str:
     table = _frame_table(event_frame(found, now_s, ZONE))
     return markup.page(markup.soft(TIMES)) + table if table else ""
 
 
-def _policies(found: Any, reads: Sequence[Read[Any]], now_s: float) -> str:
+def _policies(found: Any, reads: Sequence[Read[Any] | None], now_s: float) -> str:
+    assert reads[0] is not None
     return markup.page(markup.soft(TIMES)) + policy_table(reads[0], found, now_s, ZONE)
 
 
 PAINTED = {
     "": Painting(
         "Overview",
-        lambda api, _: [api.read(VERDICT), api.read(CLUSTER)],
-        lambda _, reads, now_s: snapshot(reads[0], reads[1], now_s),
+        lambda api, _: [api.read(VERDICT), api.read(CLUSTER), last_hour(api)],
+        _overview,
         (".pp-verdict",),
+        ("PageLink", "ButtonGroup"),
     ),
     "instances": Painting(
         "Instances",
         lambda api, _: [api.read(INSTANCES)],
         lambda rows, *_: _frame_table(instance_frame(worst_first(rows))),
         (TABLE, ".st-key-cards"),
+        ("ReadOnlyGrid", "ButtonGroup"),
     ),
     "requests": Painting(
         "Requests",
         lambda api, now_s: [slowest_requests(api, now_s)],
         lambda page, _, now_s: _frame_table(request_frame(page.rows, now_s)),
+        elements=("ReadOnlyGrid", "ButtonGroup", "TextInput", "Selectbox", "Button"),
     ),
-    "events": Painting("Events", lambda api, now_s: [newest_events(api, now_s)], _events),
-    "policies": Painting("Policies", lambda api, _: [api.read(POLICIES)], _policies, (".pp table",)),
+    "events": Painting(
+        "Events",
+        lambda api, now_s: [newest_events(api, now_s)],
+        _events,
+        elements=("ReadOnlyGrid", "ButtonGroup", "TextInput", "Selectbox"),
+    ),
+    "policies": Painting(
+        "Policies", lambda api, _: [api.read(POLICIES)], _policies, (".pp table",), ("TextInput", "Selectbox", "Button")
+    ),
     "predictor": Painting(
         "Predictor",
         lambda api, _: [api.read_optional(LENGTH_SOURCE)],
@@ -110,8 +136,9 @@ PAINTED = {
         lambda api, _: [api.read_optional(FLEET)],
         lambda fleet, *_: plan_picture(fleet) if fleet.instances else "",
         (".pp-plan",),
+        ("NumberInput", "Multiselect", "Selectbox", "Button"),
     ),
-    "try": Painting("Try it", lambda *_: [], lambda *_: ""),
+    "try": Painting("Try it", lambda *_: [], lambda *_: "", elements=("NumberInput", "TextInput", "Button")),
 }
 ANYWAY = (".pp-empty", "[data-testid=stException]", ".st-key-login")  # other ends of a page that was drawn
 
@@ -134,7 +161,7 @@ async def first_paint(request: Request) -> HTMLResponse:
     shown = ""
     if not any(name in request.query_params for name in (INSTANCE_ID, REQUEST_ID, OPERATION_ID)):
         shown = await _painted(PAINTED[path], request)
-    document = _document().replace("<head>", f"<head>{_BACKEND}", 1)
+    document = _document(PAINTED[path].elements)
     if shown:
         nav = "".join(f'<a href="./{other}">{markup.text(each.title)}</a>' for other, each in PAINTED.items())
         head = f'<div class="pp-head"><b>Polyphase</b>{markup.soft(PAINTED[path].title)}</div>'
@@ -159,10 +186,10 @@ async def _painted(painting: Painting, request: Request) -> str:
     reads = [asyncio.wrap_future(future) for future in futures if future is not None]
     if not reads or len(reads) < len(futures):
         return ""
-    _, waiting = await asyncio.wait(reads, timeout=WAIT_S)
-    if waiting or reads[0].result().value is None:
+    await asyncio.wait(reads, timeout=WAIT_S)
+    known = [read.result() if read.done() else None for read in reads]
+    if known[0] is None or known[0].value is None:
         return ""
-    known = [read.result() for read in reads]
     return await asyncio.to_thread(painting.paint, known[0].value, known, now_s)
 
 
@@ -180,8 +207,26 @@ const timer = setInterval(() => {
 
 
 @cache
-def _document() -> str:
-    return (Path(st.__file__).parent / "static" / "index.html").read_text("utf-8")
+def _document(elements: tuple[str, ...]) -> str:
+    """Streamlit's, which loads the code of these elements at once: Streamlit itself asks for it when it draws them."""
+    static = Path(st.__file__).parent / "static"
+    files = element_files(json.loads((static / "manifest.json").read_text("utf-8")), ("Html", *elements))
+    links = "".join(f'<link rel="modulepreload" crossorigin href="./{file}">' for file in files)
+    document = (static / "index.html").read_text("utf-8")
+    return document.replace("<head>", f"<head>{_BACKEND}", 1).replace("</head>", f"{links}</head>", 1)
+
+
+def element_files(manifest: Mapping[str, Any], elements: Sequence[str]) -> list[str]:
+    """The JavaScript files of these elements and of what they import, by Streamlit's manifest."""
+    ends = tuple(f"/{name}.tsx" for name in elements)
+    entries = deque(name for name, entry in manifest.items() if name.endswith(ends) and entry.get("isDynamicEntry"))
+    found: dict[str, None] = {}
+    while entries:
+        entry = manifest[entries.popleft()]
+        if entry["file"] not in found:
+            found[entry["file"]] = None
+            entries.extend(entry.get("imports", ()))
+    return list(found)
 
 
 @cache

@@ -79,7 +79,7 @@ def range_heading(title: str, api: Api) -> int:
     of minutes.
     """
     if _RANGE not in st.session_state:
-        st.session_state[_RANGE] = shortest_range(api)
+        st.session_state[_RANGE] = shortest_range(last_hour(api).result().value)
     default = st.session_state[_RANGE]
     with st.container(horizontal=True, vertical_alignment="bottom", key="range-line"):
         st.subheader(title, anchor=False, width="content")
@@ -87,14 +87,18 @@ def range_heading(title: str, api: Api) -> int:
     return RANGES[chosen]
 
 
-def shortest_range(api: Api) -> str:
+def last_hour(api: Api) -> "Future[Read[History]]":
+    """The history of the longest range that is shown at first."""
+    return history_of(api, LONGEST_DEFAULT)
+
+
+def history_of(api: Api, minutes: int) -> "Future[Read[History]]":
+    return api.read(HISTORY, fresh_s=minutes * 60.0 / POINTS, minutes=minutes, points=POINTS)
+
+
+def shortest_range(last_hour: History | None) -> str:
     """The shortest range, of an hour at most, that the whole history fits into."""
-    history = api.read(
-        HISTORY, fresh_s=LONGEST_DEFAULT * 60.0 / POINTS, minutes=LONGEST_DEFAULT, points=POINTS
-    ).result()
-    known_s = LONGEST_DEFAULT * 60.0
-    if history.value is not None:
-        known_s = history.value.to_s - first_known_s(history.value)
+    known_s = LONGEST_DEFAULT * 60.0 if last_hour is None else last_hour.to_s - first_known_s(last_hour)
     return next(name for name, minutes in RANGES.items() if minutes * 60.0 >= known_s or minutes == LONGEST_DEFAULT)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import streamlit as st
+from msgspec import structs
 
 from dashboard import charts, layout, markup, units
 from dashboard.actions import confirm_pending, show_results
@@ -16,7 +17,6 @@ from dashboard.answers import (
     CLUSTER,
     DEMAND,
     GATEWAY_HEALTH,
-    HISTORY,
     INSTANCE_HISTORY,
     INSTANCES,
     LENGTH_SOURCE,
@@ -143,14 +143,18 @@ def _now(console: Console) -> None:
     st.html(_counts(verdict.value, cluster.value, verdict.stale))
 
 
-def snapshot(verdict: Read[Verdict], cluster: Read[ClusterSummary], now_s: float) -> str:
+def snapshot(read: Read[Verdict], verdict: Verdict, cluster: ClusterSummary | None, now_s: float) -> str:
     """The upper part of the page without its links."""
-    known = verdict.value
-    if known is None:
-        return ""
-    problems = [markup.page(_problem(problem), stale=verdict.stale) for problem in known.problems[:PROBLEMS_SHOWN]]
-    lower = _chain(known, verdict.stale), _counts(known, cluster.value, verdict.stale)
-    return "".join([_banner(verdict, known, now_s), *problems, *lower])
+    problems = [markup.page(_problem(problem), stale=read.stale) for problem in verdict.problems[:PROBLEMS_SHOWN]]
+    lower = _chain(verdict, read.stale), _counts(verdict, cluster, read.stale)
+    return "".join([_banner(read, verdict, now_s), *problems, *lower])
+
+
+def first_charts(last_hour: History, zone: str, goal: float) -> str:
+    """The panels over the first time range."""
+    minutes = charts.RANGES[layout.shortest_range(last_hour)]
+    from_s = max(last_hour.from_s, last_hour.to_s - 60 * minutes)
+    return history_charts(structs.replace(last_hour, from_s=from_s), zone, goal)
 
 
 def _chain(verdict: Verdict, stale: bool) -> str:
@@ -253,7 +257,7 @@ def _target_tile(cluster: ClusterSummary | None, goal: float) -> str:
 
 def _history(console: Console, minutes: int) -> None:
     """The panels over time, rebuilt when the history has changed."""
-    read = console.api.read(HISTORY, fresh_s=minutes * 60.0 / POINTS, minutes=minutes, points=POINTS).result()
+    read = layout.history_of(console.api, minutes).result()
     if read.value is None:
         st.html(markup.empty(NO_MONITOR if read.error else "No history yet."))
         return

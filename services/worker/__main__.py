@@ -9,8 +9,6 @@ import os
 from services.worker.settings import PP_LAYERS, WorkerSettings
 from shared.runtime.logs import LogTail, configure_logs
 
-EMULATED_NICE = 5
-
 
 def main() -> None:
     """Read the settings and serve until SIGTERM."""
@@ -18,9 +16,6 @@ def main() -> None:
     tail = LogTail()
     configure_logs("worker", settings.log_level, tail)
     _prepare_environment(settings)
-    if settings.engine == "emulated":
-        # It stands for an accelerator: where cores are short, the services and the dashboard have them first.
-        os.nice(EMULATED_NICE)
     from services.worker.app import create_app
     from shared.runtime.http import serve
 

@@ -1,5 +1,7 @@
 """What a browser shows before Streamlit."""
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from starlette.testclient import TestClient
 
 from dashboard import login
 from dashboard.app import app
-from dashboard.first_paint import PAINTED
+from dashboard.first_paint import PAINTED, element_files
 from dashboard.pages import PAGES
 from services.launcher.cluster_keys import add_key
 from shared.domain.verdict import Level
@@ -44,7 +46,17 @@ def test_each_page_has_a_first_request() -> None:
 @pytest.mark.parametrize(
     ("path", "parts"),
     [
-        ("", ["Degraded: TPOT met by 26 %", "344 requests wait for room", "Decode queue", "2 of 2"]),
+        (
+            "",
+            [
+                "Degraded: TPOT met by 26 %",
+                "344 requests wait for room",
+                "Decode queue",
+                "2 of 2",
+                "TTFT (s)",
+                "Times are",
+            ],
+        ),
         ("instances", ["EMULATED", "<td>d1</td>"]),
         ("requests", ["<td>job-0</td>"]),
         ("events", ["Times are in UTC", "connection &lt;lost&gt;"]),
@@ -58,6 +70,19 @@ def test_a_page_shows_its_values(browser: TestClient, cluster: Any, path: str, p
     cluster.events = [event("death", "connection <lost>", instance_id="d0")]
     shown = painted(browser, path)
     assert [part for part in parts if part not in shown] == []
+
+
+def test_the_browser_is_told_which_code_of_streamlit_a_page_needs(browser: TestClient) -> None:
+    static = Path(st.__file__).parent / "static"
+    manifest = json.loads((static / "manifest.json").read_text("utf-8"))
+    for painting in PAINTED.values():
+        for element in ("Html", *painting.elements):
+            files = element_files(manifest, [element])
+            assert files, f"this version of Streamlit has no {element}"
+            assert all((static / file).is_file() for file in files)
+    table = browser.get("/requests").text
+    assert re.search(r'rel="modulepreload" crossorigin href="./static/js/ReadOnlyGrid', table)
+    assert "PlotlyChart" not in table
 
 
 def test_the_plan(browser: TestClient, planner: Any) -> None:

@@ -2,16 +2,12 @@
 
 import ast
 import sys
-from concurrent.futures import Future
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import streamlit as st
 
-from dashboard.api import Api, Read, Service
 from dashboard.layout import clicked_row, shortest_range
 from shared.wire.api.monitor import History
 
@@ -58,8 +54,8 @@ def test_the_first_range_is_the_shortest_that_holds_what_is_known(known_from: in
     column = [None if minute < known_from else 1.0 for minute in range(60)]
     times = [60 * minute for minute in range(60)]
     history = History(0, 3600, 60, times, {"running": column}, {}, {}, {}, [])
-    service = Service("cluster monitor", "", "")
-    read: Future[Read[History]] = Future()
-    read.set_result(Read(service, history))
-    api = cast(Api, SimpleNamespace(read=lambda *_, **__: read))
-    assert shortest_range(api) == chosen
+    assert shortest_range(history) == chosen
+
+
+def test_the_first_range_of_an_unknown_history() -> None:
+    assert shortest_range(None) == "1 h"
