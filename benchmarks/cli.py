@@ -58,7 +58,6 @@ PLAIN = {
     "kv_engines": "KV transfer between two real engines, by transport.",
     "kv_memory": "KV memory and KV on the wire of models with sliding windows, compared with plain vLLM.",
     "control": "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, traffic, placement, a restart.",
-    "dashboard": "Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances.",
     "policy": "The time of one decision of each policy with 10, 100 and 1,000 instances.",
     "overload": "Interactive and batch requests at twice the capacity, with and without overload control.",
     "traces": "5,000 traced requests: time to the first token outside all spans, dropped spans, overhead.",
@@ -129,6 +128,17 @@ def bench_truth(
     """Predicted TTFT and TPOT beside what came while the load changes: pair (four instances), fleet (32), each also
     simulated; with --part mixed two real engines of unequal speed (root)."""
     _measure("truth", as_json, part or (), rounds, simulated=simulated)
+
+
+@bench_app.command("dashboard")
+def bench_dashboard(
+    busy: Annotated[
+        bool, typer.Option("--busy", help="All pages beside 32 emulated instances that use all cores instead.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Load time of dashboard pages and cost of a session, with 4, 32 and 200 instances."""
+    _measure("dashboard", as_json, busy=busy)
 
 
 @bench_app.command("policies")

@@ -30,6 +30,8 @@ from shared.wire.clients.planner import PlannerClient
 T = TypeVar("T")
 FRESH_SHARE = 0.9  # of the refresh period; a younger read is reused
 RETRY_S = 0.5  # a failed read is repeated after this time at the latest
+LATE_S = 0.3  # a page waits so long for a new value where an old one is known
+LATE_VALUE_S = 30.0  # the age of that old value, at most
 READS_KEPT = 512
 STOP_S = 2.0
 
@@ -46,13 +48,14 @@ class Service:
 @dataclass(frozen=True, slots=True)
 class Read(Generic[T]):
     """The result of one read. With an error, `value` is the last good answer, if there is one; `read_s` is its time
-    (unix seconds).
+    (unix seconds). late: the value is the last good answer, because the new one is still on its way.
     """
 
     service: Service
     value: T | None = None
     error: str = ""
     read_s: float = 0.0
+    late: bool = False
 
     @property
     def stale(self) -> bool:
@@ -62,19 +65,29 @@ class Read(Generic[T]):
 
 @dataclass(slots=True)
 class _Entry:
-    """A read that runs or has ended. before: the result of the previous one. started_mono: monotonic."""
+    """A read that runs or has ended. future: what pages wait for, which may be a late value; answer: the read itself.
+    before: the result of the previous one. started_mono: monotonic.
+    """
 
     future: "Future[Read[Any]]"
+    answer: "Future[Read[Any]]"
     started_mono: float
     before: Read[Any]
 
     def reusable(self, now_mono: float, fresh_s: float) -> bool:
-        if not self.future.done():
-            return now_mono - self.started_mono < float("inf")
-        return now_mono - self.started_mono < (min(fresh_s, RETRY_S) if self.future.result().error else fresh_s)
+        if not self.answer.done():
+            return not self.forgotten
+        return now_mono - self.started_mono < (min(fresh_s, RETRY_S) if self.answer.result().error else fresh_s)
+
+    def newest(self) -> "Future[Read[Any]]":
+        return self.answer if self.answer.done() else self.future
 
     def latest(self) -> Read[Any]:
-        return self.future.result() if self.future.done() else self.before
+        return self.answer.result() if self.answer.done() else self.before
+
+    @property
+    def forgotten(self) -> bool:
+        return self.started_mono == -float("inf")
 
 
 def _services(settings: DashboardSettings) -> dict[str, Service]:
@@ -194,10 +207,13 @@ class Api:
         with self._lock:
             known, now_mono = self._entries.get(name), time.monotonic()
             if known is not None and known.reusable(now_mono, fresh_s):
-                return known.future
+                return known.newest()
             before = known.latest() if known is not None else Read(self._services[service])
-            future: Future[Read[Any]] = self.run(self._fetch(before, call))
-            self._entries[name] = _Entry(future, now_mono, before)
+            answer: Future[Read[Any]] = self.run(self._fetch(before, call))
+            future = answer
+            if known is not None and not known.forgotten and time.time() - before.read_s < LATE_VALUE_S:
+                future = self.run(_at_most_late(answer, before))
+            self._entries[name] = _Entry(future, answer, now_mono, before)
             self._entries.move_to_end(name)
             if len(self._entries) > READS_KEPT:
                 self._entries.popitem(last=False)
@@ -221,3 +237,9 @@ class Api:
         async with AsyncExitStack() as stack:
             for client in (self.monitor, self.planner, *self._clients.values()):
                 stack.push_async_callback(client.close)
+
+
+async def _at_most_late(answer: "Future[Read[Any]]", before: Read[Any]) -> Read[Any]:
+    """The answer, or after LATE_S the previous value."""
+    done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=LATE_S)
+    return answer.result() if done else replace(before, late=True)

@@ -105,7 +105,7 @@ def chat(console: Console) -> None:
     if too_many:
         st.fragment(_wait_for_free, run_every=STREAMING_S)()
     disabled = too_many or (bool(turns) and not turns[-1].ended)
-    question = st.chat_input("Ask the model", key="talk-input", disabled=disabled)
+    question = _question(disabled=disabled)
     if question:
         _send(question, max_tokens, secret, console)
         st.rerun()
@@ -125,6 +125,18 @@ def _options(console: Console) -> tuple[int, str]:
             label = "API key, if the gateway requires one"
             secret = st.text_input(label, type="password", key="talk-key", width=320, autocomplete="off")
     return int(max_tokens), secret.strip() or console.account.secret
+
+
+def _question(*, disabled: bool) -> str:
+    """The question that was just sent; empty without one.
+
+    A form, because Streamlit's own chat input has the browser load a highlighter of source code first (1.6 MB).
+    """
+    form = st.form("talk-form", clear_on_submit=True, border=False)
+    with form, st.container(horizontal=True, vertical_alignment="bottom"):
+        question = st.text_input("Ask the model", key="talk-input", disabled=disabled, autocomplete="off")
+        sent = st.form_submit_button("Send", key="talk-send", type="primary", disabled=disabled)
+    return question.strip() if sent else ""
 
 
 def _send(question: str, max_tokens: int, secret: str, console: Console) -> None:
@@ -186,7 +198,7 @@ def _show_record(console: Console, turn: Turn, place: int) -> None:
         return
     st.session_state[f"talk-found-{turn.tag}"] = bool(timeline.ended_s)
     with st.container(border=True, key=f"talk-record-{place}"):
-        show_request(timeline, console.api.read(REQUEST, job_id).result().value, console, f"talk-waterfall-{place}")
+        show_request(timeline, console.api.read(REQUEST, job_id).result().value, console)
         console.link("requests", "Open this request", icon=":material/link:", request=job_id)
 
 

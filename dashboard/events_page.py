@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pandas as pd
 import streamlit as st
 
 from dashboard import layout, markup, units
 from dashboard.answers import EVENTS, OPERATION, OPERATIONS
-from dashboard.api import Read
+from dashboard.api import Api, Read
 from dashboard.console import INSTANCE_ID, OPERATION_ID, Console, address_parameter
 from dashboard.layout import NO_MONITOR
 from shared.wire.api import Event, EventKind, Operation, OperationKind, OperationResult
@@ -24,6 +25,7 @@ FAILURES = {
 }
 ANY_KIND = "any kind"
 WITHIN = {"1 h": 3600.0, "24 h": 86_400.0, "7 d": 604_800.0, "all": 0.0}  # seconds; 0: no limit
+DEFAULT_WITHIN = "24 h"
 SINCE_STEP_S = 60.0  # start times are rounded, so that sessions share reads
 _SIGN = {OperationResult.SUCCEEDED: "✓", OperationResult.RUNNING: "…", OperationResult.REFUSED: "▲"}
 _COLOUR = {
@@ -40,10 +42,8 @@ def events(console: Console) -> None:
 def _live(console: Console) -> None:
     now_s, instance_id = time.time(), address_parameter(INSTANCE_ID)
     kind = "" if _field("kind", ANY_KIND) == ANY_KIND else _field("kind", ANY_KIND)
-    within_s = WITHIN[_field("within", "24 h")]
-    since_s = (now_s - within_s) // SINCE_STEP_S * SINCE_STEP_S if within_s else 0.0
-    limit, instance = console.settings.events_shown, _field("instance", instance_id).strip()
-    newest = console.api.read(EVENTS, limit=limit, kind=kind, instance=instance, since=since_s)
+    instance, within = _field("instance", instance_id).strip(), _field("within", DEFAULT_WITHIN)
+    newest = newest_events(console.api, now_s, kind, instance, within)
     audit = console.api.read(OPERATIONS, limit=console.settings.flips_shown)
     read, operations = newest.result(), audit.result()
     layout.header(console, "Events", [read, operations])
@@ -52,10 +52,19 @@ def _live(console: Console) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom"):
         st.selectbox("Kind", [ANY_KIND, *(each.value for each in EventKind)], key=_key("kind"), width=220)
         st.text_input("Instance", value=instance_id, key=_key("instance"), width=220)
-        layout.choice("Within", list(WITHIN), "24 h", _key("within"), labelled=True)
+        layout.choice("Within", list(WITHIN), DEFAULT_WITHIN, _key("within"), labelled=True)
     event_table(read, console, now_s, "events")
     st.subheader("Flips, drains, resumes and moves", anchor=False)
     _audit(operations, console, now_s)
+
+
+def newest_events(
+    api: Api, now_s: float, kind: str = "", instance: str = "", within: str = DEFAULT_WITHIN
+) -> "Future[Read[list[Event]]]":
+    """Events of that kind and instance; empty for any."""
+    within_s = WITHIN[within]
+    since_s = (now_s - within_s) // SINCE_STEP_S * SINCE_STEP_S if within_s else 0.0
+    return api.read(EVENTS, limit=api.settings.events_shown, kind=kind, instance=instance, since=since_s)
 
 
 def event_table(read: Read[list[Event]], console: Console, now_s: float, key: str, *, max_px: int = 560) -> None:

@@ -10,14 +10,13 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal
 
-import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import charts, layout, markup, units
 from dashboard.actions import Action, Call, count_jobs, is_busy, request_action, show_results
 from dashboard.answers import DETAILS, EVENTS, INSTANCE_HISTORY, INSTANCES, LOG, PREDICTIONS
 from dashboard.api import Read
-from dashboard.charts import POINTS, RANGES, Line, Panel
+from dashboard.charts import POINTS, Line, Panel
 from dashboard.console import Console
 from dashboard.events_page import event_table
 from dashboard.layout import NO_MONITOR
@@ -140,7 +139,7 @@ def instance(console: Console, instance_id: str) -> None:
     """The page of one instance; its parts refresh at their own periods."""
     refresh_s = console.settings.refresh_s
     st.fragment(_now, run_every=refresh_s)(console, instance_id)
-    minutes = layout.range_heading("Over time", RANGES, "15 min")
+    minutes = layout.range_heading("Over time", console.api)
     every_s = max(refresh_s, min(30.0, minutes * 60.0 / POINTS))
     st.fragment(_history, run_every=every_s)(console, minutes, instance_id)
     st.fragment(_reports, run_every=max(SLOW_S, refresh_s))(console, instance_id)
@@ -271,11 +270,10 @@ def _history(console: Console, minutes: int, instance_id: str) -> None:
     zone = layout.time_zone()
     state = f"instance {instance_id} {minutes} {read.value.to_s} {zone}"
     with layout.stale_container("past", read):
-        figure = charts.cached_figure(state, partial(history_figure, read.value, columns, zone))
-        st.plotly_chart(figure, key=f"past-{minutes}", config=charts.CONFIG)
+        st.html(charts.cached_chart(state, partial(history_charts, read.value, columns, zone)))
 
 
-def history_figure(history: InstanceHistory, columns: InstanceColumns, zone: str) -> go.Figure:
+def history_charts(history: InstanceHistory, columns: InstanceColumns, zone: str) -> str:
     jobs = [Line(columns.running, "running", markup.DECODE), Line(columns.waiting, "waiting", markup.CAUTION)]
     panels = [
         Panel("KV in use", [Line(columns.kv_used, "", markup.BAD)], share=True),
@@ -304,7 +302,7 @@ def _reports(console: Console, instance_id: str) -> None:
         st.html(markup.empty(f"No log: {log.error}"))
         return
     lines = [log_line(line) for line in log.value.lines[-console.settings.log_lines :]]
-    st.code("\n".join(lines) or "(empty)", language=None, height=300)
+    st.html(markup.page(f'<div class="pp-log">{markup.text(chr(10).join(lines) or "(empty)")}</div>'))
 
 
 def _steps(steps: Steps) -> None:
@@ -328,9 +326,7 @@ def _steps(steps: Steps) -> None:
             [1000 * step.seconds for step in known],
         )
         groups[kind] = (colours[kind], expected, measured)
-    axes, hover = ("expected, ms", "measured, ms"), "expected %{x:.1f}, measured %{y:.1f} ms"
-    figure = charts.against_expected(groups, axes, hover, 250)
-    right.plotly_chart(figure, key="steps-scatter", config=charts.CONFIG)
+    right.html(charts.against_expected(groups, ("expected, ms", "measured, ms"), 220))
 
 
 def _step_row(kind: str, steps: Sequence[Step]) -> list[str]:

@@ -1,7 +1,7 @@
 """The Instances page: cards for a few instances, a table with the worst first for many; `?instance=ID` shows one."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 import streamlit as st
@@ -45,6 +45,10 @@ def severity(row: InstanceRow) -> float:
     return _SEVERITY[row.state] + full + 0.5 * waiting + 0.4 * usage
 
 
+def worst_first(rows: Iterable[InstanceRow]) -> list[InstanceRow]:
+    return sorted(rows, key=lambda row: (-severity(row), row.instance_id))
+
+
 def _all(console: Console) -> None:
     read, now_s = console.api.read(INSTANCES).result(), time.time()
     layout.header(console, "Instances", [read])
@@ -56,7 +60,7 @@ def _all(console: Console) -> None:
     if not rows:
         st.html(markup.empty("No instance has registered yet."))
         return
-    shown = sorted(_filtered(rows), key=lambda row: (-severity(row), row.instance_id))
+    shown = worst_first(_filtered(rows))
     if not shown:
         st.html(markup.empty("No instance has this role and state."))
     elif len(rows) <= console.settings.cards_shown:

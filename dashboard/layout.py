@@ -11,15 +11,20 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import markup, units
-from dashboard.api import Read, Service
+from dashboard.answers import HISTORY
+from dashboard.api import Api, Read, Service
+from dashboard.charts import POINTS, RANGES
 from dashboard.console import Console
 from dashboard.login import account_menu
+from shared.wire.api.monitor import History
 
 T = TypeVar("T")
 NO_MONITOR = "No data: the cluster monitor does not answer."
 LATE_REFRESHES = 3  # after so many missed refreshes the browser shows that the page is old
 FINAL = float("inf")  # refresh period of a page that does not change any more
 ROW_PX, HEAD_PX = 35, 38
+LONGEST_DEFAULT = 60  # minutes of a chart over time, unless a user chooses more
+_RANGE = "first_range"  # in Streamlit's session state
 
 
 def header(console: Console, title: str, reads: Sequence[Read[Any] | None], every_s: float = 0.0) -> None:
@@ -32,7 +37,7 @@ def header(console: Console, title: str, reads: Sequence[Read[Any] | None], ever
     for read in reads:
         if read is not None:
             by_service.setdefault(read.service, []).append(read)
-    dots = "".join(_dot(service, _error(group)) for service, group in by_service.items())
+    dots = "".join(_dot(service, group, now_s) for service, group in by_service.items())
     dots += _clock(now_s, every_s or console.settings.refresh_s)
     parts = f"<b>Polyphase</b>{markup.soft(title)}<span class='pp-services'>{dots}</span>"
     with st.container(horizontal=True, vertical_alignment="center", key="header"):
@@ -55,8 +60,8 @@ def optional_result(future: "Future[Read[T]] | None") -> Read[T] | None:
 
 
 def age(read: Read[Any], now_s: float) -> str:
-    """The age of stale data; empty for fresh data."""
-    return markup.soft(f"as of {units.ago(read.read_s, now_s)}") if read.stale else ""
+    """The age of stale or late data; empty for fresh data."""
+    return markup.soft(f"as of {units.ago(read.read_s, now_s)}") if read.stale or read.late else ""
 
 
 def stale_container(key: str, read: Read[Any]) -> Any:
@@ -69,12 +74,39 @@ def time_zone() -> str:
     return str(st.context.timezone or "UTC")
 
 
-def range_heading(title: str, ranges: dict[str, int], default: str) -> int:
-    """A heading with a choice of time ranges; returns the chosen number of minutes."""
+def range_heading(title: str, api: Api) -> int:
+    """A heading with a choice of time ranges, at first the shortest that holds what is known; returns the chosen number
+    of minutes.
+    """
+    if _RANGE not in st.session_state:
+        st.session_state[_RANGE] = shortest_range(last_hour(api).result().value)
+    default = st.session_state[_RANGE]
     with st.container(horizontal=True, vertical_alignment="bottom", key="range-line"):
         st.subheader(title, anchor=False, width="content")
-        chosen = choice("Range", list(ranges), default, "range")
-    return ranges[chosen]
+        chosen = choice("Range", list(RANGES), default, "range")
+    return RANGES[chosen]
+
+
+def last_hour(api: Api) -> "Future[Read[History]]":
+    """The history of the longest range that is shown at first."""
+    return history_of(api, LONGEST_DEFAULT)
+
+
+def history_of(api: Api, minutes: int) -> "Future[Read[History]]":
+    return api.read(HISTORY, fresh_s=minutes * 60.0 / POINTS, minutes=minutes, points=POINTS)
+
+
+def shortest_range(last_hour: History | None) -> str:
+    """The shortest range, of an hour at most, that the whole history fits into."""
+    known_s = LONGEST_DEFAULT * 60.0 if last_hour is None else last_hour.to_s - first_known_s(last_hour)
+    return next(name for name, minutes in RANGES.items() if minutes * 60.0 >= known_s or minutes == LONGEST_DEFAULT)
+
+
+def first_known_s(history: History) -> float:
+    """The time of the first point at which anything is known; the end of the history where nothing is."""
+    columns = [column for column in history.series.values() if column]
+    known = (moment for at, moment in enumerate(history.time_s) if any(column[at] is not None for column in columns))
+    return next(known, history.to_s)
 
 
 def choice(label: str, options: Sequence[str], default: str, key: str, *, labelled: bool = False) -> str:
@@ -133,9 +165,14 @@ def _error(reads: Sequence[Read[Any]]) -> str:
     return next((read.error for read in reads if read.error), "")
 
 
-def _dot(service: Service, error: str) -> str:
-    label = f"{service.name} ✕" if error else service.name  # not by the colour alone
-    return markup.dot(label, markup.BAD if error else markup.GOOD, error or "answers")
+def _dot(service: Service, reads: Sequence[Read[Any]], now_s: float) -> str:
+    """The service's state, not by the colour alone; of late values, the greatest age."""
+    error, late_s = _error(reads), [read.read_s for read in reads if read.late]
+    if error:
+        return markup.dot(f"{service.name} ✕", markup.BAD, error)
+    if late_s:
+        return markup.dot(f"{service.name}, {units.ago(min(late_s), now_s)}", markup.CAUTION, "answers slowly")
+    return markup.dot(service.name, markup.GOOD, "answers")
 
 
 def _clock(now_s: float, every_s: float) -> str:

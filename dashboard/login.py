@@ -117,8 +117,20 @@ def tickets() -> Tickets:
 
 
 def current_account(settings: DashboardSettings) -> Account | None:
-    """The account of this session; None when it has to log in. Raises InvalidRequest where an open dashboard could be
-    reached from other machines.
+    """The account of this session; None when it has to log in. Raises as `account_of`."""
+    try:
+        return account_of(settings, _ticket())
+    except PolyphaseError as error:  # the key was removed from the file after the login
+        if settings.api_keys_file is None:
+            raise
+        st.session_state[_ERROR] = error.message
+        return None
+
+
+def account_of(settings: DashboardSettings, ticket: str) -> Account | None:
+    """The account of a browser with that ticket; None without a valid ticket. Raises Unauthorized for a key that is no
+    longer in the file, InvalidRequest for an unusable file, or where an open dashboard could be reached from other
+    machines.
     """
     if settings.api_keys_file is None:
         address = st.get_option("server.address")
@@ -129,15 +141,8 @@ def current_account(settings: DashboardSettings) -> Account | None:
                 "or listen on 127.0.0.1."
             )
         return LOCAL_USER
-    ticket = _ticket()
     secret = tickets().secret(ticket) if ticket else None
-    if not secret:
-        return None
-    try:
-        return key_file(settings.api_keys_file).account(secret)
-    except PolyphaseError as error:  # the key was removed from the file after the login
-        st.session_state[_ERROR] = error.message
-        return None
+    return key_file(settings.api_keys_file).account(secret) if secret else None
 
 
 def login_form(settings: DashboardSettings) -> None:
@@ -163,7 +168,7 @@ def store_new_ticket() -> None:
         return
     attributes = f"max-age={TICKET_HOURS * 3600 if ticket else 0}; path=/; SameSite=Strict"
     secure = "(location.protocol === 'https:' ? '; Secure' : '')"
-    script = f"document.cookie = '{_cookie_name()}={ticket}; {attributes}' + {secure}"
+    script = f"document.cookie = '{cookie_name()}={ticket}; {attributes}' + {secure}"
     st.html(f"<script>{script}</script>", unsafe_allow_javascript=True)
 
 
@@ -196,10 +201,10 @@ def _log_out() -> None:
 
 def _ticket() -> str:
     if _TICKET not in st.session_state:
-        st.session_state[_TICKET] = str(st.context.cookies.get(_cookie_name(), ""))
+        st.session_state[_TICKET] = str(st.context.cookies.get(cookie_name(), ""))
     return cast(str, st.session_state[_TICKET])
 
 
-def _cookie_name() -> str:
+def cookie_name() -> str:
     """With the port, because cookies of one host are shared by all of its ports."""
     return f"polyphase_dashboard_{st.get_option('server.port')}"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
+from msgspec import structs
 
 from dashboard import charts, layout, markup, units
 from dashboard.actions import confirm_pending, show_results
@@ -18,7 +17,6 @@ from dashboard.answers import (
     CLUSTER,
     DEMAND,
     GATEWAY_HEALTH,
-    HISTORY,
     INSTANCE_HISTORY,
     INSTANCES,
     LENGTH_SOURCE,
@@ -27,7 +25,7 @@ from dashboard.answers import (
     ClassLoad,
 )
 from dashboard.api import Read
-from dashboard.charts import POINTS, RANGES, Line, Panel
+from dashboard.charts import POINTS, Line, Panel
 from dashboard.console import Console
 from dashboard.layout import NO_MONITOR
 from shared.domain.demand import AskedSecond, RolesWanted
@@ -36,7 +34,7 @@ from shared.domain.slo import SloReport
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
 from shared.palette import BAD, CAUTION, DECODE, GOOD, IDLE, PREFILL, TRANSFER
 from shared.wire.api import NoticedShift
-from shared.wire.api.monitor import ClusterSummary, DemandAnswer, History
+from shared.wire.api.monitor import ClusterSummary, Column, DemandAnswer, History
 
 STAGES = {
     Stage.QUEUE: ("Queue", IDLE),
@@ -114,13 +112,14 @@ PANELS = (
     PanelSpec("KV in use", [("kv_used_prefill", "prefill", PREFILL), ("kv_used_decode", "decode", DECODE)], share=True),
 )
 _PERCENTILES = ("p50", "p90", "p99")
+MARKS_LEGEND = "✕ death · ◆ flip · ▲ other event; point at a symbol to read it"
 
 
 def overview(console: Console) -> None:
     confirm_pending(console)
     refresh_s = console.settings.refresh_s
     st.fragment(_now, run_every=refresh_s)(console)
-    minutes = layout.range_heading("Over time", RANGES, "1 h")
+    minutes = layout.range_heading("Over time", console.api)
     every_s = max(refresh_s, min(FIGURE_S, minutes * 60.0 / POINTS))
     st.fragment(_history, run_every=every_s)(console, minutes)
     st.fragment(_instance_maps, run_every=every_s)(console, minutes)
@@ -140,18 +139,44 @@ def _now(console: Console) -> None:
         st.html(markup.empty(NO_MONITOR))
         return
     _verdict(verdict, verdict.value, console, now_s)
-    links = "".join(_stage(link) for link in verdict.value.chain)
-    st.html(markup.page(f'<div class="pp-chain">{links}</div>', stale=verdict.stale))
-    st.html(markup.page(markup.tiles(*_count_tiles(verdict.value, cluster.value)), stale=verdict.stale))
+    st.html(_chain(verdict.value, verdict.stale))
+    st.html(_counts(verdict.value, cluster.value, verdict.stale))
 
 
-def _verdict(read: Read[Verdict], verdict: Verdict, console: Console, now_s: float) -> None:
-    """The headline, and each problem with links to what it concerns."""
+def snapshot(read: Read[Verdict], verdict: Verdict, cluster: ClusterSummary | None, now_s: float) -> str:
+    """The upper part of the page without its links."""
+    problems = [markup.page(_problem(problem), stale=read.stale) for problem in verdict.problems[:PROBLEMS_SHOWN]]
+    lower = _chain(verdict, read.stale), _counts(verdict, cluster, read.stale)
+    return "".join([_banner(read, verdict, now_s), *problems, *lower])
+
+
+def first_charts(last_hour: History, zone: str, goal: float) -> str:
+    """The panels over the first time range."""
+    minutes = charts.RANGES[layout.shortest_range(last_hour)]
+    from_s = max(last_hour.from_s, last_hour.to_s - 60 * minutes)
+    return history_charts(structs.replace(last_hour, from_s=from_s), zone, goal)
+
+
+def _chain(verdict: Verdict, stale: bool) -> str:
+    return markup.page(f'<div class="pp-chain">{"".join(map(_stage, verdict.chain))}</div>', stale=stale)
+
+
+def _counts(verdict: Verdict, cluster: ClusterSummary | None, stale: bool) -> str:
+    return markup.page(markup.tiles(*_count_tiles(verdict, cluster)), stale=stale)
+
+
+def _banner(read: Read[Verdict], verdict: Verdict, now_s: float) -> str:
+    """The headline."""
     colour = IDLE if read.stale else markup.LEVEL_COLOUR[verdict.level]
     about = f"{units.count(verdict.requests)} requests ended in the last {units.duration(verdict.window_s)}"
     words = f"<div><strong>{markup.text(verdict.headline)}</strong>{markup.soft(about)} {layout.age(read, now_s)}</div>"
     banner = f'<div class="pp-verdict" style="--c:{colour}" role="status">{markup.sign(verdict.level)}{words}</div>'
-    st.html(markup.page(banner, stale=read.stale))
+    return markup.page(banner, stale=read.stale)
+
+
+def _verdict(read: Read[Verdict], verdict: Verdict, console: Console, now_s: float) -> None:
+    """The headline, and each problem with links to what it concerns."""
+    st.html(_banner(read, verdict, now_s))
     if not verdict.problems:
         return
     with st.container(key="problems"):
@@ -232,7 +257,7 @@ def _target_tile(cluster: ClusterSummary | None, goal: float) -> str:
 
 def _history(console: Console, minutes: int) -> None:
     """The panels over time, rebuilt when the history has changed."""
-    read = console.api.read(HISTORY, fresh_s=minutes * 60.0 / POINTS, minutes=minutes, points=POINTS).result()
+    read = layout.history_of(console.api, minutes).result()
     if read.value is None:
         st.html(markup.empty(NO_MONITOR if read.error else "No history yet."))
         return
@@ -242,13 +267,10 @@ def _history(console: Console, minutes: int) -> None:
     history, zone, goal = read.value.for_class(slo), layout.time_zone(), console.settings.slo_goal
     state = f"history {minutes} {slo} {history.to_s} {len(history.marks)} {zone} {goal}"
     with layout.stale_container("over-time", read):
-        figure = charts.cached_figure(state, partial(history_figure, history, zone, goal))
-        st.plotly_chart(figure, key=f"history-{minutes}", config=charts.CONFIG)
-        if history.marks:
-            st.caption("✕ death · ◆ flip · ▲ other event; point at a symbol to read it")
+        st.html(charts.cached_chart(state, partial(history_charts, history, zone, goal)))
 
 
-def history_figure(history: History, zone: str, goal: float) -> go.Figure:
+def history_charts(history: History, zone: str, goal: float) -> str:
     targets = {**history.targets, "attainment": goal}
     panels = [
         Panel(
@@ -260,7 +282,8 @@ def history_figure(history: History, zone: str, goal: float) -> go.Figure:
         )
         for spec in PANELS
     ]
-    return charts.panel_grid(history.time_s, (history.from_s, history.to_s), panels, zone, history.marks)
+    grid = charts.panel_grid(history.time_s, (history.from_s, history.to_s), panels, zone, history.marks)
+    return grid + (markup.page(markup.soft(MARKS_LEGEND)) if history.marks else "")
 
 
 def _instance_maps(console: Console, minutes: int) -> None:
@@ -274,8 +297,7 @@ def _instance_maps(console: Console, minutes: int) -> None:
     zone = layout.time_zone()
     state = f"maps {minutes} {read.value.to_s} {len(read.value.instances)} {zone}"
     with layout.stale_container("heat", read):
-        figure = charts.cached_figure(state, partial(charts.instance_maps, read.value, zone))
-        st.plotly_chart(figure, key=f"heat-{minutes}", config=charts.CONFIG)
+        st.html(charts.cached_chart(state, partial(charts.instance_maps, read.value, zone)))
 
 
 def _slo_and_demand(console: Console) -> None:
@@ -350,26 +372,19 @@ def _demand(read: Read[DemandAnswer], cluster: ClusterSummary | None, now_s: flo
         return
     tiles = [_profile_tile(demand), _shift_tile(demand.shifts, now_s), _roles_tile(demand.roles, cluster)]
     st.html(markup.page(markup.tiles(*tiles), stale=read.stale))
-    table = demand_frame(demand.seconds)
-    columns = st.columns(2, gap="medium")
-    bars = (
-        ("Requests in each second", "requests/s", DECODE),
-        ("Mean prompt tokens of the requests of each second", "prompt tokens", PREFILL),
-    )
-    for column, (caption, name, colour) in zip(columns, bars, strict=True):
-        with column:
-            st.caption(caption)
-            st.bar_chart(table, y=name, x="time", color=colour, height=150, x_label="", y_label="")
+    st.html(demand_charts(demand.seconds, layout.time_zone()))
 
 
-def demand_frame(seconds: Sequence[AskedSecond]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "time": pd.to_datetime([each.second for each in seconds], unit="s", utc=True),
-            "requests/s": [each.requests for each in seconds],
-            "prompt tokens": [each.prompt_tokens for each in seconds],
-        }
-    )
+def demand_charts(seconds: Sequence[AskedSecond], zone: str) -> str:
+    """Requests and the mean length of their prompts, by second."""
+    requests: Column = [each.requests for each in seconds]
+    prompts: Column = [each.prompt_tokens for each in seconds]
+    panels = [
+        Panel("Requests in each second", [Line(requests, "", DECODE)], bars=True),
+        Panel("Mean prompt tokens of the requests of each second", [Line(prompts, "", PREFILL)], bars=True),
+    ]
+    time_s = [each.second for each in seconds]
+    return charts.panel_grid(time_s, (time_s[0], time_s[-1] + 1.0), panels, zone)
 
 
 def _profile_tile(answer: DemandAnswer) -> str:

@@ -2,15 +2,12 @@
 Equal instances of a large plan are drawn as one group.
 """
 
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
 from dashboard import markup, units
-from dashboard.charts import natural_order
+from dashboard.charts import drawing, natural_order
 from shared.domain.instance import Role
 from shared.wire.api.planner import FleetInstance, RouteShare
 
@@ -25,9 +22,8 @@ _TOP_PX, _LOW_PX, _GAP_PX = 26, 28, 10
 _TALL_CARDS = 10  # in a column; more cards are low
 _EDGE_PX = 8  # of a card's height without bands
 _MAX_BAND_PX, _MIN_BAND_PX = 24.0, 1.5
-_BAND_POINTS = 24
 _LABEL_PX = 13  # height of a share's label
-_ARC = 0.02  # of the diagram's width: the arc of prompts that a decode instance computes itself
+_GROUND = 1000  # width of the drawing of the bands
 _NAME_CHARACTERS = 24  # of a longer id the middle is left out
 _FULL_LOAD = 0.95
 
@@ -203,27 +199,15 @@ def _along_edges(
     return middles
 
 
-def diagram(graph: Graph) -> go.Figure:
-    """The y axis counts pixels from above, so that texts keep their distances at each window size."""
+def diagram(graph: Graph) -> str:
+    """Cards are text over a drawing of the bands; heights are pixels, so that texts keep their distances at each window
+    size.
+    """
     placed, height = cards(graph)
     routes = bands(graph.links, placed)
-    own = [card for card in placed if card.node.own > 0.0]
-    figure = go.Figure(go.Scatter(**_hover(placed)))
-    figure.add_traces([go.Scatter(**_band(band, placed)) for band in routes])
-    figure.add_traces([go.Scatter(**_arc(card)) for card in own])
-    figure.update_layout(
-        height=height,
-        margin={"l": 0, "r": 0, "t": 0, "b": 0},
-        shapes=[shape for card in placed for shape in _shapes(card)],
-        annotations=[*_heads(graph), *(text for card in placed for text in _texts(card)), *_shares(routes, placed)],
-        showlegend=False,
-        hovermode="closest",
-        dragmode=False,
-        font_size=12,
-    )
-    figure.update_xaxes(visible=False, range=[-0.002, 1.002 + (_ARC if own else 0.0)], fixedrange=True)
-    figure.update_yaxes(visible=False, range=[height, 0], fixedrange=True)
-    return figure
+    drawn = drawing([_band(band, placed) for band in routes], height)
+    parts = [*_heads(graph), *map(_card, placed), *_shares(routes, placed)]
+    return markup.page(f'<div class="pp-plan" style="height:{height:g}px">{drawn}{"".join(parts)}</div>')
 
 
 def label(node: Node) -> tuple[str, str]:
@@ -239,102 +223,54 @@ def label(node: Node) -> tuple[str, str]:
     return " · ".join(filter(None, (head, own))), markup.text(" · ".join(filter(None, (detail, load, full))))
 
 
-def _shapes(card: Card) -> list[dict[str, object]]:
-    """The frame of a card, filled up to the node's load."""
+def _card(card: Card) -> str:
+    """The frame of a card, filled up to the node's load, and its texts; its instances when the mouse rests on it."""
     node, first = card.node, card.node.first
-    ready, role_colour = first.state == "ready", markup.ROLE[first.role]
-    colour = markup.BAD if first.lost else role_colour if ready else markup.CAUTION
-    box = {"type": "rect", "x0": card.left, "y0": card.top, "y1": card.top + card.height, "layer": "below"}
-    line = {"color": colour, "width": 1 if ready else 2, "dash": "dot" if first.lost else "solid" if ready else "dash"}
-    frame = {**box, "x1": card.left + CARD_WIDTH, "line": line, "fillcolor": _tint(colour, 0.07)}
-    if first.lost or not node.load:
-        return [frame]
-    fill = markup.CAUTION if node.load >= _FULL_LOAD else role_colour
-    loaded = {**box, "x1": card.left + CARD_WIDTH * node.load, "line": {"width": 0}, "fillcolor": _tint(fill, 0.28)}
-    return [loaded, frame]
+    head, detail = label(node)
+    state = "lost" if first.lost else "ready" if first.state == "ready" else "other"
+    colour = {"lost": markup.BAD, "ready": markup.ROLE[first.role], "other": markup.CAUTION}[state]
+    fill = ""
+    if node.load and not first.lost:
+        full = markup.CAUTION if node.load >= _FULL_LOAD else markup.ROLE[first.role]
+        fill = f'<i style="width:{100 * node.load:.1f}%;background:{full}"></i>'
+    words = f"<span>{head}</span>" + (f"<span>{detail}</span>" if detail else "")
+    low = "" if card.height >= TALL_PX else " pp-low"
+    own = " pp-own" if node.own > 0.0 else ""
+    place = f"left:{100 * card.left:g}%;top:{card.top:g}px;width:{100 * CARD_WIDTH:g}%;height:{card.height:g}px"
+    ids = markup.text(", ".join(each.instance_id for each in node.members))
+    return f'<div class="pp-node pp-{state}{low}{own}" style="--c:{colour};{place}" title="{ids}">{fill}{words}</div>'
 
 
-def _texts(card: Card) -> list[dict[str, object]]:
-    head, detail = label(card.node)
-    if card.height < TALL_PX:
-        return [_text(f"{head} · {detail}" if detail else head, card.left, card.middle, shift=8, size=11)]
-    return [
-        _text(head, card.left, card.middle - 10, shift=10, size=13),
-        _text(detail, card.left, card.middle + 10, shift=10, size=12, opacity=0.8),
-    ]
-
-
-def _heads(graph: Graph) -> list[dict[str, object]]:
+def _heads(graph: Graph) -> list[str]:
     counts = {role: sum(len(graph.nodes[at].members) for at in graph.column(role)) for role in Role}
     return [
-        _text(f"{role.value.capitalize()}, {counts[role]}", x, 9, shift=0, size=12, opacity=0.7)
+        f'<em style="left:{100 * x:g}%">{role.value.capitalize()}, {counts[role]}</em>'
         for role, x in ((Role.PREFILL, 0.0), (Role.DECODE, 1.0 - CARD_WIDTH))
     ]
 
 
-def _shares(routes: Sequence[Band], placed: Sequence[Card]) -> list[dict[str, object]]:
-    """A label at the end of each band, except where it would cover another; hover texts have all shares."""
+def _shares(routes: Sequence[Band], placed: Sequence[Card]) -> list[str]:
+    """A label at the end of each band, except where it would cover another; the table of routes has all shares."""
     labels, last = [], -1.0
     for band in sorted(routes, key=lambda band: band.end):
         if band.end - last >= _LABEL_PX:
             x, last = placed[band.link.decode].inner_edge, band.end
-            labels.append(_text(_percent(band.link.share), x, band.end, shift=-6, size=11, anchor="right"))
+            source, target = (placed[at].node.name for at in (band.link.prefill, band.link.decode))
+            hint = markup.text(f"{source} → {target}: {_percent(band.link.share)} of the requests")
+            place = f"right:{100 * (1.0 - x):g}%;top:{band.end:.1f}px"
+            labels.append(f'<b style="{place}" title="{hint}">{_percent(band.link.share)}</b>')
     return labels
 
 
-def _text(
-    text: str, x: float, y: float, *, shift: int, size: int, opacity: float = 1.0, anchor: str = "left"
-) -> dict[str, object]:
-    place: dict[str, object] = {"x": x, "y": y, "xshift": shift, "xanchor": anchor, "yanchor": "middle"}
-    return {**place, "text": text, "showarrow": False, "opacity": opacity, "font": {"size": size}, "align": "left"}
-
-
-def _band(band: Band, placed: Sequence[Card]) -> dict[str, object]:
+def _band(band: Band, placed: Sequence[Card]) -> str:
     """A curve with level ends."""
     source, target = placed[band.link.prefill], placed[band.link.decode]
-    steps = [step / _BAND_POINTS for step in range(_BAND_POINTS + 1)]
-    slopes = [3 * t * t - 2 * t * t * t for t in steps]
-    lost = source.node.first.lost or target.node.first.lost
-    ends = f"{markup.text(source.node.name)} → {markup.text(target.node.name)}"
-    return {
-        "x": [source.inner_edge + t * (target.inner_edge - source.inner_edge) for t in steps],
-        "y": [band.start + slope * (band.end - band.start) for slope in slopes],
-        "mode": "lines",
-        "line": {"color": _tint(markup.IDLE, 0.2 if lost else 0.5), "width": band.thickness},
-        "hovertemplate": f"{ends}<br>{_percent(band.link.share)} of the requests<extra></extra>",
-    }
-
-
-def _arc(card: Card) -> dict[str, object]:
-    """At the right of a card: the share of the prompts that it computes itself."""
-    half, edge = card.height / 4.0, card.left + CARD_WIDTH
-    return {
-        "x": [edge + part * _ARC for part in (0.0, 0.75, 1.0, 0.75, 0.0)],
-        "y": [card.middle + half * part for part in (-1.0, -0.9, 0.0, 0.9, 1.0)],
-        "mode": "lines",
-        "line": {"color": markup.PREFILL, "width": 2, "dash": "dash", "shape": "spline"},
-        "hovertemplate": f"{markup.text(card.node.name)} computes {_percent(card.node.own)} itself<extra></extra>",
-    }
-
-
-def _hover(placed: Sequence[Card]) -> dict[str, object]:
-    """Invisible markers, whose hover texts name all instances of a card."""
-    texts = []
-    for card in placed:
-        ids = ", ".join(markup.text(each.instance_id) for each in card.node.members)
-        texts.append(f"{'<br>'.join(label(card.node))}<br>{_wrapped(ids)}")
-    return {
-        "x": [card.left + CARD_WIDTH / 2.0 for card in placed],
-        "y": [card.middle for card in placed],
-        "mode": "markers",
-        "marker": {"opacity": 0.0, "size": 26, "color": markup.IDLE},
-        "text": texts,
-        "hovertemplate": "%{text}<extra></extra>",
-    }
-
-
-def _wrapped(words: str) -> str:
-    return "<br>".join(textwrap.wrap(words, 60, break_long_words=False, break_on_hyphens=False))
+    left, right = (_GROUND * card.inner_edge for card in (source, target))
+    middle = (left + right) / 2.0
+    opacity = 0.2 if source.node.first.lost or target.node.first.lost else 0.5
+    curve = f"M{left:.1f} {band.start:.1f}C{middle:.1f} {band.start:.1f} {middle:.1f} {band.end:.1f} {right:.1f}"
+    style = f'stroke="{markup.IDLE}" stroke-width="{band.thickness:.1f}" stroke-opacity="{opacity}"'
+    return f'<path d="{curve} {band.end:.1f}" {style} style="stroke-linecap:butt"/>'
 
 
 def _short(name: str) -> str:
@@ -345,8 +281,3 @@ def _short(name: str) -> str:
 
 def _percent(share: float) -> str:
     return units.share(round(share, 3) if share < 0.1 else round(share, 2))
-
-
-def _tint(colour: str, opacity: float) -> str:
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pandas as pd
 import streamlit as st
 
-from dashboard import charts, layout, markup, units
+from dashboard import layout, markup, units
 from dashboard.actions import Action, Call, confirm_pending, is_busy, request_action, show_results
 from dashboard.answers import FLEET, PLAN_SEARCH, PLAN_SEARCHES, PROPOSALS
 from dashboard.api import Read
@@ -309,12 +309,8 @@ def _in_force(read: Read[Fleet]) -> None:
     if not fleet.instances:
         st.html(markup.empty("The planner knows no instance yet."))
         return
-    st.html(markup.page(_fleet_facts(fleet), stale=read.stale))
     with layout.stale_container("plan-picture", read):
-        figure = diagram(graph(fleet.instances, fleet.routes))
-        st.plotly_chart(figure, key="plan-picture-chart", config=charts.CONFIG)
-    grouped = " Equal instances are drawn as one group." if len(fleet.instances) > GROUPED_ABOVE else ""
-    st.html(markup.page(markup.soft(LEGEND + grouped)))
+        st.html(plan_picture(fleet))
     if fleet.routes:
         _route_expander("Routes as a table", fleet.routes, "plan-routes")
     st.subheader("Expected and measured figures", anchor=False)
@@ -324,6 +320,13 @@ def _in_force(read: Read[Fleet]) -> None:
     table = comparison_table(fleet.expected, fleet.measured, fleet.promise)
     note = markup.below(markup.soft(_measured_note(fleet.measured)))
     st.html(markup.page(table, note, stale=read.stale))
+
+
+def plan_picture(fleet: Fleet) -> str:
+    """What the plan is for, the diagram, and its legend."""
+    picture = diagram(graph(fleet.instances, fleet.routes))
+    grouped = " Equal instances are drawn as one group." if len(fleet.instances) > GROUPED_ABOVE else ""
+    return markup.page(_fleet_facts(fleet), picture, markup.soft(LEGEND + grouped))
 
 
 def _route_expander(title: str, routes: Sequence[RouteShare], key: str) -> None:

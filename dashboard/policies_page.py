@@ -66,14 +66,17 @@ def _live(console: Console) -> None:
         return
     if found.trouble:
         st.warning(found.trouble, icon=":material/warning:")
-    zone = layout.time_zone()
-    rows = [_row(kind, choice, now_s, zone) for kind, choice in found.policies.items()]
-    st.html(markup.page(markup.table(["Policy", "In force", "Set by", "Cluster file"], rows), stale=read.stale))
+    st.html(policy_table(read, found, now_s, layout.time_zone()))
     if console.account.may_operate:
         _form(found, console.account.name, read.stale)
     else:
         st.caption("Policies can be changed with a key of the role *operate*.")
     _followers(read, found)
+
+
+def policy_table(read: Read[PoliciesInForce], found: PoliciesInForce, now_s: float, zone: str) -> str:
+    rows = [_row(kind, choice, now_s, zone) for kind, choice in found.policies.items()]
+    return markup.page(markup.table(["Policy", "In force", "Set by", "Cluster file"], rows), stale=read.stale)
 
 
 def _row(kind: str, choice: PolicyChoice, now_s: float, zone: str) -> list[str]:

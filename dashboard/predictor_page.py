@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import charts, layout, markup, units
@@ -40,7 +39,7 @@ def _lengths(read: Read[LengthSource], source: LengthSource) -> None:
     recent = source.reality.recent
     if source.fallen_back:
         st.warning(fallback_warning(source), icon=":material/warning:")
-    parts = markup.page(*_parts(source), stale=read.stale)
+    parts = markup.page(*length_parts(source), stale=read.stale)
     if not recent:
         st.html(parts)
         return
@@ -48,7 +47,7 @@ def _lengths(read: Read[LengthSource], source: LengthSource) -> None:
     left.html(parts)
     with right:
         st.caption(f"Tokens of the last {len(recent)} answers. A point on the line was predicted exactly.")
-        st.plotly_chart(scatter(recent), key="lengths-scatter", config=charts.CONFIG)
+        st.html(scatter(recent))
 
 
 def fallback_warning(source: LengthSource) -> str:
@@ -74,13 +73,13 @@ def source_sentence(source: LengthSource) -> str:
     return f"Output lengths are predicted from {answers} observed answers: {why}."
 
 
-def scatter(recent: Sequence[tuple[float, float]]) -> go.Figure:
+def scatter(recent: Sequence[tuple[float, float]]) -> str:
     predicted, actual = zip(*recent, strict=True)
-    axes, hover = ("predicted tokens", "actual tokens"), "predicted %{x:.0f}, actual %{y:.0f} tokens"
-    return charts.against_expected({"": (markup.DECODE, predicted, actual)}, axes, hover, 320)
+    axes = ("predicted tokens", "actual tokens")
+    return charts.against_expected({"": (markup.DECODE, predicted, actual)}, axes, 280)
 
 
-def _parts(source: LengthSource) -> list[str]:
+def length_parts(source: LengthSource) -> list[str]:
     parts = [f"<p>{markup.text(source_sentence(source))}</p>"]
     if source.checkpoint.state != "missing":
         parts.append(markup.tiles(*_tiles(source)))

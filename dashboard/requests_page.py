@@ -4,16 +4,16 @@ moves it while it decodes. The Try it page reuses the view of one request.
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
 
-from dashboard import charts, layout, markup, units
+from dashboard import layout, markup, units
 from dashboard.actions import Action, Call, confirm_pending, is_busy, request_action, show_results
 from dashboard.answers import INSTANCES, REQUEST, REQUEST_SEARCH, TIMELINE
-from dashboard.api import Read
+from dashboard.api import Api, Read
 from dashboard.console import REQUEST_ID, Console, address_parameter
 from dashboard.instance_page import operation_success
 from shared.domain.instance import InstanceState, Role
@@ -36,7 +36,7 @@ MISSED = {ANY: "", "missed": "true", "met": "false"}
 WITHIN = {"15 min": 900.0, "1 h": 3600.0, "24 h": 86_400.0, "all": 0.0}  # seconds; 0: no limit
 SINCE_STEP_S = 60.0  # start times are rounded, so that sessions share reads
 SLOW_S = 5.0  # refresh period of the search, at least
-ROW_PX, FRAME_PX = 30, 96  # of the waterfall
+TICKS = 5  # of the waterfall's times
 # Text fields of the search: parameter of `GET /requests/search`, label.
 TEXT_FIELDS = {"job": "Request id", "caller": "Key", "instance": "Instance", "slo": "Class", "outcome": "Outcome"}
 _COLUMNS = {
@@ -52,6 +52,12 @@ def requests(console: Console) -> None:
     else:
         address = {name: address_parameter(name) for name in (*TEXT_FIELDS, "missed", "order", "phase")}
         st.fragment(_search, run_every=max(SLOW_S, console.settings.refresh_s))(console, address)
+
+
+def slowest_requests(api: Api, now_s: float) -> "Future[Read[RequestPage]]":
+    """What the search shows before a user changes it."""
+    defaults = _defaults(dict.fromkeys((*TEXT_FIELDS, "missed", "order", "phase"), ""))
+    return api.read(REQUEST_SEARCH, **search_params(defaults, now_s, api.settings.requests_shown))
 
 
 def _search(console: Console, address: Mapping[str, str]) -> None:
@@ -187,7 +193,7 @@ def _live(console: Console, job_id: str, ended: bool) -> None:
         st.html(markup.page(f"<h2>{markup.text(job_id)}</h2>", _status(row.value), _row_facts(row.value)))
         st.html(markup.empty(timeline.error))
         return
-    show_request(timeline.value, row.value, console, "waterfall")
+    show_request(timeline.value, row.value, console)
 
 
 def _move(console: Console, read: Read[RequestRow]) -> None:
@@ -229,12 +235,12 @@ def move_action(job_id: str, to: str) -> Action:
     )
 
 
-def show_request(timeline: RequestTimeline, row: RequestRow | None, console: Console, key: str) -> None:
+def show_request(timeline: RequestTimeline, row: RequestRow | None, console: Console) -> None:
     """Headline, figures, waterfall, explanation, and links to the request's instances."""
     explanation = explain(timeline)
     headline = f'<div class="pp-story">{markup.strong(explanation.headline)}</div>'
     st.html(markup.page(headline, _status(row), _timeline_facts(timeline)))
-    st.plotly_chart(waterfall(timeline), key=key, config=charts.CONFIG)
+    st.html(waterfall(timeline))
     st.html(markup.page("".join(map(_sentence, explanation.steps))))
     places = dict.fromkeys(span.instance_id for span in timeline.spans if span.instance_id)
     if places:
@@ -303,60 +309,38 @@ def _row_facts(row: RequestRow | None) -> str:
     )
 
 
-def waterfall(timeline: RequestTimeline) -> go.Figure:
-    """A bar for each span, in milliseconds since the arrival; a line at the first token."""
+def waterfall(timeline: RequestTimeline) -> str:
+    """A bar for each span, over the time since the arrival; a line at the first token."""
     spans = sorted(timeline.spans, key=lambda span: (span.started_s, span.ended_s))
-    figure = go.Figure([_bar(place, span, timeline.arrived_s) for place, span in enumerate(spans)])
-    if timeline.first_token_s:
-        figure.add_vline(
-            x=_since(timeline.first_token_s, timeline.arrived_s),
-            line_width=1.5,
-            line_dash="dot",
-            line_color=markup.IDLE,
-            annotation_text="first token",
-            annotation_position="top",
-            annotation_font_size=11,
+    ends_s = [moment - timeline.arrived_s for span in spans for moment in (span.started_s, span.ended_s)]
+    first_s, last_s = min([0.0, *ends_s]), max([1e-6, *ends_s])
+
+    def place(moment_s: float) -> float:
+        return 100.0 * (moment_s - first_s) / (last_s - first_s)
+
+    rows = []
+    for span in spans:
+        start_s, length_s = span.started_s - timeline.arrived_s, max(0.0, span.ended_s - span.started_s)
+        label = units.duration(length_s)
+        hint = f"{span_label(span)}: {label}, from +{units.duration(start_s)}"
+        width = place(start_s + length_s) - place(start_s)
+        style = f"--c:{markup.STAGE[span.span]};left:{place(start_s):.2f}%;width:{width:.2f}%"
+        bar = f'<i style="{style}"></i><em style="left:{place(start_s + length_s):.2f}%">{markup.text(label)}</em>'
+        rows.append(
+            f'<span>{markup.text(span_label(span))}</span><div class="pp-track" title="{markup.text(hint)}">{bar}</div>'
         )
-    moments_ms = [_since(moment, timeline.arrived_s) for span in spans for moment in (span.started_s, span.ended_s)]
-    first_ms, last_ms = min([0.0, *moments_ms]), max([1e-3, *moments_ms])
-    height, margin = FRAME_PX + ROW_PX * max(1, len(spans)), {"l": 8, "r": 8, "t": 26, "b": 8}
-    figure.update_layout(height=height, margin=margin, showlegend=False, bargap=0.35, font_size=12)
-    ends = [first_ms, last_ms + 0.12 * (last_ms - first_ms)]
-    figure.update_xaxes(title_text="ms since arrival", range=ends, zeroline=False)
-    figure.update_yaxes(
-        tickvals=list(range(len(spans))),
-        ticktext=[span_label(span) for span in spans],
-        range=[len(spans) - 0.5, -0.5],
-        showgrid=False,
-        automargin=True,
-    )
-    return figure
+    moments_s = [first_s + (last_s - first_s) * tick / (TICKS - 1) for tick in range(TICKS)]
+    ticks = "".join(f'<span style="left:{place(at):.1f}%">{units.duration(at)}</span>' for at in moments_s)
+    line = ""
+    if timeline.first_token_s:
+        at = place(timeline.first_token_s - timeline.arrived_s)
+        line = f'<b style="left:{at:.2f}%" title="first token"><u>first token</u></b>'
+    axis = f'<span></span><div class="pp-times">{ticks}</div><div class="pp-marks">{line}</div>'
+    return markup.page(f'<div class="pp-waterfall">{"".join(rows)}{axis}</div>')
 
 
 def span_label(span: SpanRecord) -> str:
     """The span, its instance, and the attempt unless it is the first."""
     name = "decode queue" if span.span is Span.DECODE_QUEUE else span.span.value
     attempt = f"attempt {span.attempt}" if span.attempt > 1 else ""
-    return markup.text(" · ".join(filter(None, (name, span.instance_id, attempt))))
-
-
-def _bar(place: int, span: SpanRecord, arrived_s: float) -> go.Bar:
-    length_s = max(0.0, span.ended_s - span.started_s)
-    label = units.duration(length_s)
-    return go.Bar(
-        orientation="h",
-        y=[place],
-        base=[_since(span.started_s, arrived_s)],
-        x=[length_s * 1000],
-        marker={"color": markup.STAGE[span.span], "line": {"width": 0}, "cornerradius": 3},
-        text=[label],
-        textposition="auto",
-        insidetextanchor="middle",
-        cliponaxis=False,
-        hovertemplate=f"{span_label(span)}<br>{label}<br>from %{{base:.1f}} ms<extra></extra>",
-    )
-
-
-def _since(moment_s: float, arrived_s: float) -> float:
-    """Milliseconds since the arrival."""
-    return (moment_s - arrived_s) * 1000
+    return " · ".join(filter(None, (name, span.instance_id, attempt)))

@@ -14,7 +14,7 @@ from tests.dashboard.fake_services import FakeServices
 from tests.dashboard.sample_data import WAIT_S, instance
 from tests.dashboard.serving import application
 
-APP = Path(__file__).parents[2] / "dashboard" / "app.py"
+SCRIPT = Path(__file__).parents[2] / "dashboard" / "pages.py"
 
 
 @pytest.fixture
@@ -70,8 +70,9 @@ def loopback() -> Iterator[None]:
 
 @pytest.fixture
 def page(environment: dict[str, str], loopback: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppTest]:
-    """The first page, not yet run. Reads are not reused, neither by a later run nor across tests."""
+    """The first page, not yet run. Reads are not reused, neither by a later run nor across tests, and waited for."""
     st.cache_resource.clear()
     monkeypatch.setattr("dashboard.api.FRESH_SHARE", 0.0)
-    yield AppTest.from_file(str(APP), default_timeout=WAIT_S)
+    monkeypatch.setattr("dashboard.api.LATE_S", WAIT_S)
+    yield AppTest.from_file(str(SCRIPT), default_timeout=WAIT_S)
     st.cache_resource.clear()

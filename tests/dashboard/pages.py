@@ -1,5 +1,7 @@
 """Reading and clicking pages without a browser."""
 
+import re
+from base64 import b64decode
 from concurrent.futures import wait
 
 from streamlit.testing.v1 import AppTest
@@ -28,6 +30,16 @@ def shows(page: AppTest, *parts: str) -> bool:
     missing = [part for part in parts if part not in html(page)]
     assert not missing, missing
     return True
+
+
+def charts(page: AppTest) -> int:
+    """The number of drawings on the page."""
+    return html(page).count('<div class="pp-chart">')
+
+
+def drawings(shown: str) -> list[str]:
+    """The SVG of each drawing."""
+    return [b64decode(data).decode() for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", shown)]
 
 
 def links(page: AppTest) -> list[tuple[str, str]]:

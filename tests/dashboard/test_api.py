@@ -15,7 +15,8 @@ WAIT_S = 10.0
 
 
 @pytest.fixture
-def api() -> Iterator[Api]:
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    monkeypatch.setattr("dashboard.api.LATE_S", WAIT_S)
     made = Api(DashboardSettings(read_timeout_s=5.0))
     yield made
     made.close()
@@ -80,3 +81,31 @@ def test_a_failed_read_keeps_the_last_value_and_is_repeated_soon(api: Api, monke
         assert (stale.value, stale.error, stale.read_s) == (1, "away", known.read_s)
     counter.broken = False
     assert counter.read().error == ""
+
+
+def test_a_late_answer_leaves_the_last_value_and_is_there_for_the_next_reader(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = Counter(api)
+    known = counter.read()
+    counter.go.clear()
+    monkeypatch.setattr("dashboard.api.LATE_S", 0.0)
+    late = counter.read(fresh_s=0.0)
+    assert (late.value, late.late, late.read_s, late.error) == (1, True, known.read_s, "")
+    assert counter.read(fresh_s=0.0).late
+    assert counter.calls == 2, "the answer on its way is not asked for again"
+    answer = api._entries["it"].answer
+    counter.go.set()
+    assert answer.result(WAIT_S).value == 2
+    assert counter.read() == answer.result()
+
+
+def test_an_old_value_and_one_before_a_change_are_not_shown_as_late(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter(api)
+    counter.read()
+    monkeypatch.setattr("dashboard.api.LATE_S", 0.0)
+    monkeypatch.setattr("dashboard.api.LATE_VALUE_S", 0.0)
+    assert counter.read(fresh_s=0.0).value == 2
+    monkeypatch.setattr("dashboard.api.LATE_VALUE_S", 60.0)
+    api.forget()
+    assert counter.read().value == 3

@@ -87,21 +87,22 @@ def choose(browser: Page, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "selectors"),
     [
-        ("", [".pp-verdict", ".pp-chain", ".st-key-over-time .js-plotly-plot", ".st-key-heat .js-plotly-plot"]),
+        ("", [".pp-verdict", ".pp-chain", ".st-key-over-time .pp-plot", ".st-key-heat .pp-map"]),
         ("instances", [".st-key-instances-table [data-testid=stDataFrame]"]),
         ("requests", [".st-key-requests-box [data-testid=stDataFrame]"]),
         ("events", [".st-key-events-box [data-testid=stDataFrame]", ".st-key-audit-box [data-testid=stDataFrame]"]),
         ("policies", [".st-key-policy-form", ".pp table"]),
-        ("predictor", [".pp-tiles", ".js-plotly-plot"]),
+        ("predictor", [".pp-tiles", ".pp-plot"]),
         ("plan", [".pp-empty"]),
-        ("try", [".pp-empty", "[data-testid=stChatInput]"]),
+        ("try", [".pp-empty", ".st-key-talk-input input"]),
     ],
 )
 def test_each_page_shows_its_parts(console: str, browser: Page, path: str, selectors: list[str]) -> None:
     browser.set_viewport_size({"width": 1440, "height": 900})
     browser.goto(f"{console}/{path}")
     for selector in selectors:
-        expect(browser.locator(selector).first).to_be_visible()
+        expect(browser.locator(f"#root {selector}").first).to_be_visible()
+    expect(browser.locator("#pp-first")).to_have_count(0)
     if path == "requests":
         grid = browser.get_by_test_id("stDataFrame").locator(".dvn-scroller")
         scrolled, visible = grid.evaluate("grid => [grid.scrollWidth, grid.clientWidth]")
@@ -139,8 +140,9 @@ def test_the_links_of_a_problem(console: str, browser: Page) -> None:
     expect(browser.locator(".pp-verdict .pp-sign").first).to_have_text("▲")
     expect(browser.locator(".pp-chain .pp-link")).to_have_count(5)
     choose(browser, "24 h")
-    # By its own key: the chart before may stay a moment.
-    expect(browser.locator(".st-key-history-1440 .js-plotly-plot").first).to_be_visible()
+    day_ago = time.strftime("%d %b", time.gmtime(time.time() - 23 * 3600))  # at the left end of the chosen range
+    stripe = browser.locator(f".st-key-over-time .pp-plot > i[title^='{day_ago}']").first
+    expect(stripe).to_be_attached()
     problem = browser.locator(".st-key-problem-0")
     problem.get_by_role("link", name="requests").click()
     expect(browser.get_by_role("radio", name="missed")).to_be_checked()
@@ -148,7 +150,7 @@ def test_the_links_of_a_problem(console: str, browser: Page) -> None:
     problem.get_by_role("link", name="d1").click()
     expect(browser.locator(".st-key-instance-d1").first).to_contain_text("RTX-3090Ti")
     assert browser.url.endswith("/instances?instance=d1")
-    expect(browser.locator(".st-key-past .js-plotly-plot").first).to_be_visible()
+    expect(browser.locator(".st-key-past .pp-plot").first).to_be_visible()
     expect(browser.get_by_text("d1 step 59")).to_be_attached()
 
 
@@ -183,7 +185,7 @@ def test_a_request_is_found_and_its_link_works_in_another_tab(console: str, brow
     has_rows(table, len(nightly))
     click_row(table, 0, browser.locator(".pp-sentence").first)
     expect(browser.get_by_text(slowest["job_id"]).first).to_be_visible()
-    expect(browser.locator(".js-plotly-plot").first).to_be_visible()
+    expect(browser.locator(".pp-waterfall").first).to_be_visible()
     browser.locator(".pp-sentence summary").first.click()
     expect(browser.locator(".pp-sentence details[open] code").first).to_be_visible()
     other = browser.context.new_page()
@@ -207,14 +209,14 @@ def test_a_policy_is_changed(console: str, browser: Page, busy: FakeServices) ->
 def test_an_answer_is_streamed_and_has_its_waterfall(console: str, browser: Page, busy: FakeServices) -> None:
     browser.goto(f"{console}/try")
     busy.chat_go.clear()
-    browser.get_by_placeholder("Ask the model").fill("What is it?")
-    browser.get_by_placeholder("Ask the model").press("Enter")
+    browser.get_by_label("Ask the model").fill("What is it?")
+    browser.get_by_label("Ask the model").press("Enter")
     expect(browser.get_by_text("Prefill and", exact=True)).to_be_visible()
     expect(browser.get_by_role("button", name="Stop")).to_be_visible()
     busy.jobs.insert(0, report(f"chatcmpl-{busy.chats[0][1]['x-request-id']}-0"))
     busy.chat_go.set()
     expect(browser.get_by_text("Prefill and decode part ways.")).to_be_visible()
-    expect(browser.locator(".st-key-talk-record-0 .js-plotly-plot").first).to_be_visible()
+    expect(browser.locator(".st-key-talk-record-0 .pp-waterfall").first).to_be_visible()
 
 
 def test_stale_data_and_a_lost_connection(

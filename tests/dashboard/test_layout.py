@@ -1,13 +1,15 @@
-"""Clicks in tables, and the names and imports of the dashboard's files."""
+"""Clicks in tables, the first time range, and the names and imports of the dashboard's files."""
 
 import ast
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+import pytest
 import streamlit as st
 
-from dashboard.layout import clicked_row
+from dashboard.layout import clicked_row, shortest_range
+from shared.wire.api.monitor import History
 
 FOLDER = Path(__file__).parents[2] / "dashboard"
 
@@ -42,3 +44,18 @@ def test_of_our_packages_only_shared_is_imported() -> None:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not ours & {module.split(".")[0] for module in modules}, file.name
+
+
+@pytest.mark.parametrize(
+    ("known_from", "chosen"), [(0, "1 h"), (40, "1 h"), (44, "1 h"), (46, "15 min"), (56, "5 min"), (60, "5 min")]
+)
+def test_the_first_range_is_the_shortest_that_holds_what_is_known(known_from: int, chosen: str) -> None:
+    """known_from: minutes after the start of an hour of history."""
+    column = [None if minute < known_from else 1.0 for minute in range(60)]
+    times = [60 * minute for minute in range(60)]
+    history = History(0, 3600, 60, times, {"running": column}, {}, {}, {}, [])
+    assert shortest_range(history) == chosen
+
+
+def test_the_first_range_of_an_unknown_history() -> None:
+    assert shortest_range(None) == "1 h"

@@ -8,7 +8,7 @@ from streamlit.testing.v1 import AppTest
 
 from dashboard.predictor_page import fallback_warning, scatter, source_sentence
 from shared.wire.api.predictor import LengthSource
-from tests.dashboard.pages import opened, shows
+from tests.dashboard.pages import charts, drawings, opened, shows
 from tests.dashboard.sample_data import lengths
 
 WHY = "right for 31 % of the last 300 answers, no better than the commonest bucket"
@@ -25,7 +25,7 @@ def test_a_classifier_beside_its_baselines(predictor: AppTest, cluster: Any) -> 
     assert not predictor.warning
     assert shows(predictor, "The classifier predicts output lengths.", "62 %", "31 %", "45 %", "of 1 234 answers")
     assert shows(predictor, "49 tokens", "3 late", "/models/lengths")
-    assert len(predictor.get("plotly_chart")) == 1
+    assert charts(predictor) == 1
 
 
 def test_a_classifier_that_is_not_accurate_enough(predictor: AppTest, cluster: Any) -> None:
@@ -44,7 +44,7 @@ def test_a_broken_checkpoint(predictor: AppTest, cluster: Any) -> None:
     predictor.run()
     assert "The checkpoint is unusable." in predictor.warning[0].value
     assert shows(predictor, "&lt;b&gt;no weights&lt;/b&gt;")
-    assert not predictor.get("plotly_chart")
+    assert not charts(predictor)
 
 
 def test_no_checkpoint_is_no_problem(predictor: AppTest) -> None:
@@ -71,7 +71,6 @@ def test_the_reason_is_shown_unchanged() -> None:
 
 
 def test_the_diagonal_spans_all_points() -> None:
-    diagonal, points = scatter([(100.5, 90), (300.0, 450), (20.0, 17)]).data
-    assert (list(points.x), list(points.y)) == ([100.5, 300.0, 20.0], [90, 450, 17])
-    assert list(diagonal.x) == list(diagonal.y)
-    assert diagonal.x[1] >= 450
+    drawn = drawings(scatter([(100.0, 90), (300.0, 450), (20.0, 17)]))[0]
+    assert 'd="M0.0 100.00L1000.0 0.00"' in drawn
+    assert "M200.0 82.00h0M600.0 10.00h0M40.0 96.60h0" in drawn, "of 500"
