@@ -41,6 +41,7 @@ from shared.runtime.keys import LOOPBACK
 
 WAIT_S = 1.0  # for values that are not known yet
 ROWS_SHOWN = 25  # of a table
+MOST_MS = 60_000  # until the values give way to whatever the page itself shows by then
 ZONE = "UTC"  # the reader's is not known yet
 TIMES = f"Times are in {ZONE} until the page is loaded."
 TABLE = "[data-testid=stDataFrame]"
@@ -165,7 +166,8 @@ async def first_paint(request: Request) -> HTMLResponse:
     if shown:
         nav = "".join(f'<a href="./{other}">{markup.text(each.title)}</a>' for other, each in PAINTED.items())
         head = f'<div class="pp-head"><b>Polyphase</b>{markup.soft(PAINTED[path].title)}</div>'
-        removal = _REMOVAL.replace("DRAWN", ", ".join(f"#root {each}" for each in (*PAINTED[path].drawn, *ANYWAY)))
+        drawn = ", ".join(f"#root {each}" for each in (*PAINTED[path].drawn, *ANYWAY))
+        removal = _REMOVAL.replace("DRAWN", drawn).replace("MOST_MS", str(MOST_MS))
         parts = f'<style>{_style()}</style><div id="pp-first"><nav>{nav}</nav>{markup.page(head)}{shown}</div>{removal}'
         document = document.replace("<body>", f"<body>{parts}", 1)
     return HTMLResponse(document, headers={"Cache-Control": "no-store"})
@@ -198,7 +200,7 @@ _BACKEND = "<script>window.__streamlit = {BACKEND_BASE_URL: location.origin}</sc
 _REMOVAL = """<script>
 const first = document.getElementById("pp-first");
 const timer = setInterval(() => {
-  if (document.querySelector("DRAWN")) {
+  if (document.querySelector("DRAWN") || performance.now() > MOST_MS) {
     first.remove();
     clearInterval(timer);
   }
