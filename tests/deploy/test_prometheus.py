@@ -146,12 +146,14 @@ async def complete(url: str, sent: Sent, number: int) -> None:
 async def leave(api: ApiClient, url: str, sent: Sent, token: int) -> None:
     """A client that leaves while its prompt is computed: of its request only the cancellation counts."""
 
-    async def computing() -> bool:
+    async def under_way(jobs: int) -> bool:
         async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-            return "polyphase_gateway_queued_jobs 1.0" in (await http.get(f"{url}/metrics")).text
+            return f"polyphase_gateway_queued_jobs {jobs:.1f}" in (await http.get(f"{url}/metrics")).text
 
+    # The text is kept for a while: it must not be of an earlier job.
+    await until(lambda: under_way(0), 60, "no job to be under way")
     stream = asyncio.create_task(api.stream(Ask([token] * 2000, 4, f"leaving-{token}")))
-    await until(computing, 60, "the job to be under way")
+    await until(lambda: under_way(1), 60, "the job to be under way")
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
     sent.outcomes["cancelled"] += 1
