@@ -157,7 +157,7 @@ class _OfInstance:
 
 
 class KindOfRequest(NamedTuple):
-    """What the errors are told apart by, besides instances."""
+    """By what errors are distinguished, besides instances."""
 
     route: RouteKind
     prompt: PromptSize

@@ -34,15 +34,25 @@ def test_the_aims_of_overhead_are_about_the_worst_cell() -> None:
     }
 
 
-def test_usage_counts_all_threads_of_a_process() -> None:
-    before, woken = usage([os.getpid()]), threading.Event()
-    waiting = threading.Thread(target=woken.wait)
-    waiting.start()
-    used = usage([os.getpid()]) - before
-    woken.set()
-    waiting.join()
+def test_usage_counts_the_wake_ups_of_all_threads() -> None:
+    ask, answer = threading.Semaphore(0), threading.Semaphore(0)
+
+    def respond() -> None:
+        for _ in range(51):
+            ask.acquire()
+            answer.release()
+
+    responding = threading.Thread(target=respond)
+    responding.start()
+    before = usage([os.getpid()])
+    for _ in range(50):
+        ask.release()
+        answer.acquire()
+    used = usage([os.getpid()]) - before  # while the thread lives, which waits for the last one
+    ask.release()
+    responding.join()
     assert used.cpu_s > 0
-    assert used.wakes >= 0
+    assert used.wakes > 0
 
 
 async def test_a_server_that_ends_is_reported_with_the_end_of_its_log() -> None:

@@ -72,7 +72,7 @@ def test_values_and_times_appear_at_the_mouse_in_the_readers_zone() -> None:
     utc, tokyo = (charts.panel_grid([0, 10, 20, 30], (0, 30), [panel], zone) for zone in ("UTC", "Asia/Tokyo"))
     assert 'title="01 Jan 00:00:10\njobs 2.5"' in utc
     assert 'title="01 Jan 09:00:10\njobs 2.5"' in tokyo
-    assert utc.count("<i ") == 3, "where nothing is known, nothing is said"
+    assert utc.count("<i ") == 3, "where no value is known, no stripe has words"
 
 
 def test_maps_have_a_line_for_each_instance_and_a_colour_for_each_role() -> None:

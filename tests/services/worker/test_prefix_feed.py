@@ -285,7 +285,7 @@ async def test_who_comes_late_gets_all_and_then_the_same_as_the_others() -> None
         await until(lambda: early.held == 6, "who stays hears on")
         assert late.held == 3
     feed.receive([BlocksRemoved([5])])
-    assert feed._alarm._timer is None  # nobody listens
+    assert feed._alarm._timer is None  # no scheduler has subscribed
     async with calling(feed) as again:
         assert again.held == 5
 

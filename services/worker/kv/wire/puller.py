@@ -76,7 +76,7 @@ class Puller:
         self._enter = enter
         self._commands: deque[Callable[[Imports], None]] = deque()
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # of whoever uses `imports` and the links
+        self._turn = threading.Lock()  # held by the thread that uses `imports` and the links
         self._stopping = self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
 
