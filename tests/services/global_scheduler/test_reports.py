@@ -27,7 +27,7 @@ from shared.wire.clients.http import JsonClient
 from shared.wire.messages import JobReport
 from tests.ports import free_port
 from tests.services.control_plane import request, text, until
-from tests.services.global_scheduler.conftest import Scheduler, Start, report
+from tests.services.global_scheduler.conftest import Scheduler, Start, of_timeline, report
 
 
 @asynccontextmanager
@@ -230,7 +230,7 @@ async def test_the_setting_bounds_what_is_known_of_prefix_caches(start: Start) -
 
 
 def ended(timeline: RequestTimeline) -> JobReport:
-    return JobReport("j", "gateway-0", Phase.COMPLETED, 10.0, 100, slo="chat", timeline=timeline)
+    return JobReport("j", "gateway-0", Phase.COMPLETED, 10.0, 100, slo="chat", **of_timeline(timeline))
 
 
 def test_time_before_the_first_token_is_told_by_itself() -> None:
