@@ -249,7 +249,7 @@ class Watch:
     def step(self) -> None:
         """Look, where it is time to; to be called every `PERIOD_S`."""
         self._rested += 1
-        if not any(self._differs.values()) and (self._rested < WORK or self._rested < REST and self._at_rest()):
+        if not any(self._differs.values()) and (self._rested < WORK or (self._rested < REST and self._at_rest())):
             return
         self._rested = 0
         verdict = self._verdict()
