@@ -98,10 +98,14 @@ def bench_overhead(
             "--full", help="1 to 256 streams, other routers, structured outputs and long prompts, too (long)."
         ),
     ] = False,
+    one_process: Annotated[
+        bool,
+        typer.Option("--one-process", help="Gateway, scheduler and monitor are one process, as in a small cluster."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """The suite's own CPU time per request and token, and the TTFT it adds, compared with vLLM's API layer alone."""
-    _measure("overhead", as_json, tuple(streams or ()), full=full)
+    _measure("overhead", as_json, tuple(streams or ()), full=full, one_process=one_process)
 
 
 @bench_app.command("soak")

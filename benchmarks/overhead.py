@@ -29,6 +29,7 @@ from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.settings import GatewaySettings
 from services.launcher import ports
+from services.launcher.spec import CONTROL
 from tools.client import CHAT, COMPLETIONS, Json, chat_body, completion_body, run_load, stream_completion
 
 HOST = "127.0.0.1"
@@ -58,13 +59,17 @@ AIM_RATIO, AIM_ADDED_MS = 1.2, 20.0
 LENGTHS, LONG_PROMPT_ROUNDS, AIM_CALLBACK_MS = (8_000, 32_000, 120_000), 5, 5.0
 
 
-def run_overhead_bench(streams: tuple[int, ...] = (), *, full: bool = False, rounds: int = ROUNDS) -> Result:
-    """`streams`: the numbers of streams, by default STREAMS, or all of them with `full`."""
+def run_overhead_bench(
+    streams: tuple[int, ...] = (), *, full: bool = False, one_process: bool = False, rounds: int = ROUNDS
+) -> Result:
+    """`streams`: the numbers of streams, by default STREAMS, or all of them with `full`. one_process: as in the cluster
+    file, of the suite.
+    """
     counts = streams or (ALL_STREAMS if full else STREAMS)
     if not full:
-        return asyncio.run(_load(rounds, counts, {}))
+        return asyncio.run(_load(rounds, counts, one_process, {}))
     routers = found_routers()
-    load = asyncio.run(_load(rounds, counts, routers))
+    load = asyncio.run(_load(rounds, counts, one_process, routers))
     structured = asyncio.run(_structured(STRUCTURED_ROUNDS))
     long_prompts = _long_prompts()  # sets environment variables that real engines would follow
     missing = ", ".join(ROUTERS.keys() - routers.keys())
@@ -92,13 +97,14 @@ CLUSTER = emulated(
 )
 
 
-async def _load(rounds: int, streams: tuple[int, ...], routers: Mapping[str, tuple[str, ...]]) -> Result:
+async def _load(
+    rounds: int, streams: tuple[int, ...], one_process: bool, routers: Mapping[str, tuple[str, ...]]
+) -> Result:
     async with AsyncExitStack() as stack:
-        running_suite = await stack.enter_async_context(started(CLUSTER))
+        running_suite = await stack.enter_async_context(started({**CLUSTER, "one_process": one_process}))
         # All processes but the instances, of which a real cluster has the same.
-        suite = Target(
-            port_of(running_suite), {kind: pids_of(running_suite, kind) for kind in ("gateway", "scheduler", "monitor")}
-        )
+        kinds = (CONTROL,) if one_process else ("gateway", "scheduler", "monitor")
+        suite = Target(port_of(running_suite), {kind: pids_of(running_suite, kind) for kind in kinds})
         idle = await _idle(suite)
         engines = [await stack.enter_async_context(_api_layer_alone()) for _ in range(2 if routers else 1)]
         targets = {"suite": suite, "alone": engines[0]}

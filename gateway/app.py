@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ from shared.runtime.tasks import background
 from shared.runtime.tracing import tracing
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_client import SWEEP_S, RpcClients
-from shared.wire.sockets import Sockets
+from shared.wire.sockets import Sockets, open_sockets
 
 log = get_log(__name__)
 BACKLOG = 2048  # uvicorn's
@@ -67,11 +67,14 @@ _TASKS = ("generate",)
 _CLOSE_S = 1  # for connections to close once `drain_s` is over
 
 
-def run(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
-    """Run the gateway on its own event loop."""
+Beside = AbstractAsyncContextManager[Sockets]
+
+
+def run(settings: GatewaySettings, runner: JobRunner | None = None, beside: Beside | None = None) -> None:
+    """Run the gateway on its own event loop. beside: see `running`."""
     prepare_environment()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-        loop.run(serve(settings, runner))
+        loop.run(serve(settings, runner, beside))
 
 
 def prepare_environment() -> None:
@@ -80,13 +83,13 @@ def prepare_environment() -> None:
     os.environ.pop(VLLM_TRACES, None)
 
 
-async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
+async def serve(settings: GatewaySettings, runner: JobRunner | None = None, beside: Beside | None = None) -> None:
     """Serve until SIGTERM or SIGINT; `runner` replaces the pipeline. Raises InvalidRequest for bad settings."""
     keys = KeyRing.of_file(settings.api_keys_file)
     keys.require_classes(settings.slo)
     if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
-    async with running(settings, keys, runner) as app:
+    async with running(settings, keys, runner, beside) as app:
         if settings.lean_streams:
             vllm.envs.enable_envs_cache()  # vLLM reads the environment some thirty times for a request
         limits = ConnectionLimits(
@@ -131,8 +134,14 @@ def http_server(
 
 
 @asynccontextmanager
-async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | None = None) -> AsyncIterator[Edge]:
-    """The whole application with its clients and tasks started; they are stopped in reverse at the end of the block."""
+async def running(
+    settings: GatewaySettings, keys: KeyRing, runner: JobRunner | None = None, beside: Beside | None = None
+) -> AsyncIterator[Edge]:
+    """The whole application with its clients and tasks started; they are stopped in reverse at the end of the block.
+
+    beside: other services of the process, with which it shares the sockets. They run from before the first call of the
+    gateway until after its last.
+    """
     async with AsyncExitStack() as stack:
         table = stack.enter_context(shared_table(settings))
         source = read_config(settings.source, trust_remote_code=settings.trust_remote_code)
@@ -145,8 +154,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
             vllm_patches.resample_without_torchaudio()
         grammars = stack.enter_context(Grammars(config, settings))  # it forks: before any connection
 
-        sockets = Sockets.from_settings(settings)
-        stack.callback(sockets.close)
+        sockets = await stack.enter_async_context(beside or open_sockets(settings))
         keep = (*settings.schedulers, *settings.predictors, *settings.predictors_beside.values())
         clients = stack.enter_context(RpcClients(sockets, keep=keep))
         schedulers = SchedulerClient(clients, settings.schedulers, settings.gateway_id)

@@ -19,7 +19,7 @@ from shared.domain.prompt import hashes_of, modalities, packed, whole_items
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
 from shared.policy.decode_admission import remaining_tokens
-from shared.timeline import Decision, RequestTimeline, Span, SpanRecord, clock_shift_s
+from shared.timeline import Decision, RequestTimeline, Span, SpanRecord, TimelineSums, clock_shift_s
 from shared.wire.messages import DecodeReply, JobReport, Leave, Pause, PrefillReply, Reused, TokenStep
 
 Emit = Callable[[TokenStep], None]
@@ -639,7 +639,8 @@ class Job:
             ttft_s=ttft_s,
             tpot_s=tpot_s,
             slo_met=met,
-            timeline=timeline,
+            timeline_json=msgspec.json.encode(timeline).decode(),
+            sums=TimelineSums.of(timeline) if phase.final else None,
             max_tokens=spec.max_tokens,
             prediction=self.prediction if phase.final else None,
             caller=spec.caller,

@@ -52,6 +52,7 @@ class Reporter:
         self._unsent: list[Refused] = []
         self._refreshed_mono = 0.0
         self._changes = asyncio.Event()
+        self._ended = asyncio.Event()
 
     def report(self, job: Job, outcome: str = "") -> None:
         """Note that a job changed; at its end, with its outcome."""
@@ -62,6 +63,7 @@ class Reporter:
             self._changed.pop(job_id, None)
             final = job.report(outcome)
             self._keep(final)
+            self._ended.set()
             self._metrics.ended(job, final)
             if self._recorder is not None:
                 self._recorder.note(job)
@@ -73,13 +75,16 @@ class Reporter:
         self._refused[slo, code] += 1
 
     async def run(self) -> None:
-        """Flush after changes, at intervals of at least PERIOD_S and at most REFRESH_S."""
+        """Flush after changes, at intervals of at least PERIOD_S and at most REFRESH_S. The change of an open job waits
+        PERIOD_S for its end.
+        """
         clock = asyncio.get_running_loop().time
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, self._refreshed_mono + REFRESH_S - clock())):
-                    await self._changes.wait()
+            await _set_within(self._changes, self._refreshed_mono + REFRESH_S - clock())
+            if self._changed:
+                await _set_within(self._ended, PERIOD_S)
             self._changes.clear()
+            self._ended.clear()
             await self.flush()
             if self._final:  # no scheduler accepted them
                 self._changes.set()
@@ -132,6 +137,12 @@ class Reporter:
             lost = self._final.popleft()
             self._metrics.reports_dropped.inc()
             log.error("a final report is dropped: no scheduler accepted reports", job_id=lost.job_id, kept=_MAX_FINAL)
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
 
 
 RECORDING_PERIOD_S = 1.0

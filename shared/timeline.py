@@ -1,11 +1,13 @@
 """The timeline of a request: its spans, decisions and transfers, as recorded by the gateway."""
 
+from collections import Counter, defaultdict
 from enum import StrEnum
+from math import inf
 
 import msgspec
 
 from shared.domain.estimated import Estimated
-from shared.domain.kv import TransferReport
+from shared.domain.kv import TransferOutcome, TransferReport
 from shared.domain.route import Reason
 
 
@@ -104,6 +106,48 @@ class RequestTimeline(msgspec.Struct):
     def jct_s(self) -> float | None:
         """Arrival to last token."""
         return self.last_token_s - self.arrived_s if self.last_token_s else None
+
+
+class TimelineSums(msgspec.Struct, frozen=True):
+    """What statistics need of a timeline. seconds: by kind of span; before_first: the part of them before the first
+    token. whole_s: arrival to end. transfers: of KV from other instances. transfer_faults: how many of the failed ones
+    had each code.
+    """
+
+    seconds: dict[str, float] = {}
+    before_first: dict[str, float] = {}
+    whole_s: float = 0.0
+    transfers: int = 0
+    transfers_failed: int = 0
+    transfer_bytes: int = 0
+    transfer_faults: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, timeline: RequestTimeline) -> "TimelineSums":
+        seconds: dict[str, float] = defaultdict(float)
+        before: dict[str, float] = defaultdict(float)
+        first_s = timeline.first_token_s or inf
+        for span in timeline.spans:
+            seconds[span.span.value] += max(0.0, span.ended_s - span.started_s)
+            if span.started_s < first_s:
+                before[span.span.value] += max(0.0, min(span.ended_s, first_s) - span.started_s)
+        moved = [transfer for transfer in timeline.transfers if transfer.outcome is not TransferOutcome.LOCAL]
+        failed = [transfer for transfer in moved if transfer.outcome is TransferOutcome.RECOMPUTED]
+        return cls(
+            seconds=dict(seconds),
+            before_first=dict(before),
+            whole_s=max(0.0, timeline.ended_s - timeline.arrived_s) if timeline.ended_s else 0.0,
+            transfers=len(moved),
+            transfers_failed=len(failed),
+            transfer_bytes=sum(transfer.wire_bytes for transfer in moved),
+            transfer_faults=dict(Counter(_fault(transfer.error) for transfer in failed)),
+        )
+
+
+def _fault(error: str) -> str:
+    """The code that an import's error begins with (`services.worker.kv.KvFault`)."""
+    code = error.partition(":")[0].strip()
+    return code if code.isidentifier() else "unknown"
 
 
 def clock_shift_s(first_s: float, last_s: float, called_s: float, replied_s: float) -> float:

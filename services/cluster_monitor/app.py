@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.adapter_book import RECONCILE_S, AdapterBook
-from services.cluster_monitor.broadcaster import Broadcaster, Heartbeats, Wires
+from services.cluster_monitor.broadcaster import EARLY_S, Broadcaster, Heartbeats, Wires
 from services.cluster_monitor.events import Events
 from services.cluster_monitor.history import SERVED_S, History
 from services.cluster_monitor.lease import NAME, LeaderTerm, Lease
@@ -40,6 +40,7 @@ from shared.store.retention import Limit, Retention
 from shared.store.write_behind import WriteBehind
 from shared.wire.api import EventKind
 from shared.wire.api.scheduler import StoredRequest
+from shared.wire.sockets import Sockets, open_sockets
 
 log = get_log(__name__)
 Found = TypeVar("Found")
@@ -47,8 +48,10 @@ RETRY_S = 1.0
 DEMAND_S = 1.0  # between two looks at what schedulers report
 
 
-def create_app(settings: MonitorSettings) -> FastAPI:
-    """The service. Raises InvalidRequest for an unknown policy before anything starts."""
+def create_app(settings: MonitorSettings, sockets: Sockets | None = None) -> FastAPI:
+    """The service. sockets: of the process; None: it has its own. Raises InvalidRequest for an unknown policy before
+    anything starts.
+    """
     metrics, leadership = CollectorRegistry(), Leadership(settings.monitor_id)
     metrics.register(leadership)
     file = from_file(settings.policies)
@@ -57,7 +60,8 @@ def create_app(settings: MonitorSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.leadership = leadership
         async with AsyncExitStack() as stack:
-            wires = Wires(stack, settings)
+            shared = sockets if sockets is not None else await stack.enter_async_context(open_sockets(settings))
+            wires = Wires(stack, settings, shared)
             (await stack.enter_async_context(background())).start("heartbeats", wires.run())
             if settings.lease_s:
                 await _act_in_terms(stack, settings, leadership, wires, file)
@@ -132,7 +136,8 @@ async def _act(
         term,
         lambda text, who: events.note(EventKind.ADAPTERS_CHANGED, f"by {who}: {text}" if who else text),
     )
-    broadcaster = Broadcaster(settings, registry, book, wires.publisher, memory, term)
+    early_s = max(EARLY_S, wires.slack_s)
+    broadcaster = Broadcaster(settings, registry, book, wires.publisher, memory, term, early_s)
     stack.callback(broadcaster.close)
     beats = Heartbeats(registry, memory, broadcaster, settings)
     stack.enter_context(wires.handing_to(beats))

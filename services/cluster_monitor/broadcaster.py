@@ -20,7 +20,7 @@ from shared.domain.instance import ClusterView, InstanceState
 from shared.domain.policies import PolicySet
 from shared.errors import PolyphaseError, Standby
 from shared.runtime.logs import get_log
-from shared.runtime.tasks import Alarm, until_next
+from shared.runtime.tasks import Alarm, sleep_until_awake, until_next
 from shared.wire.broadcast import POLICIES, WHOLE, ClusterPublisher, Subscriber
 from shared.wire.messages import Heartbeat
 from shared.wire.sockets import Sockets
@@ -36,14 +36,15 @@ RESTED_S = 1.0  # a cluster without news for so long is at rest
 BATCH = 32  # heartbeats that are worth a wake-up: more at once would delay other callbacks
 SOME = 128  # heartbeats handled before other callbacks of the loop have their turn
 _SILENCES = 3  # reads within the silence of an instance that is unresponsive, at least
-_ALMOST = 0.9  # of a period: timers may fire a moment early
+EARLY_S = 0.01  # by which a broadcast may be early: timers may fire a moment before their time
+SLACK_S = 0.03  # by which a read may be late where it can share a wake-up with other services of the process
 
 
 class Broadcaster:
     """Publishes ClusterDelta, with a sequence that rises by one, and the whole cluster to listeners that request it.
 
-    Dead instances are left out. Loads are sent `broadcast_period_s` after the last broadcast, earlier where there are
-    many.
+    Dead instances are left out. Loads are sent `broadcast_period_s` after the last broadcast, or up to `early_s` before
+    that; earlier where there are many.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Broadcaster:
         publisher: ClusterPublisher,
         memory: Memory,
         term: LeaderTerm,
+        early_s: float = EARLY_S,
     ) -> None:
         self._registry = registry
+        self._early_s = early_s
         self._book = book
         self._memory = memory
         self._term = term
@@ -183,7 +186,7 @@ class Broadcaster:
         )
 
     def _schedule(self) -> None:
-        due_mono = self._published_mono + _ALMOST * self._period_s
+        due_mono = self._published_mono + self._period_s - self._early_s
         if len(self._loads) + len(self._changed) >= SLICE or self._loop.time() >= due_mono:
             self.soon()
         else:
@@ -274,9 +277,9 @@ class Heartbeats:
 class Wires:
     """The bound sockets of the process."""
 
-    def __init__(self, stack: AsyncExitStack, settings: MonitorSettings) -> None:
-        self.sockets = Sockets.from_settings(settings)
-        stack.callback(self.sockets.close)
+    def __init__(self, stack: AsyncExitStack, settings: MonitorSettings, sockets: Sockets) -> None:
+        self.sockets = sockets
+        self.slack_s = SLACK_S if sockets.shared else 0.0
         self.publisher = ClusterPublisher(self.sockets, settings.broadcast_address)
         stack.callback(self.publisher.close)
         self._beats: Heartbeats | None = None
@@ -306,7 +309,8 @@ class Wires:
             wait_s = until_next(READ_S if self._beats is None else self._beats.was_read())
             now, before = clock(), read_mono
             read_mono = now
-            await asyncio.sleep(min(wait_s, BATCH * (now - before) / taken) if taken else wait_s)
+            wait_s = min(wait_s, BATCH * (now - before) / taken) if taken else wait_s
+            await sleep_until_awake(wait_s, wait_s + self.slack_s)
 
     def _on_beat(self, beat: Heartbeat) -> None:
         self.on_epoch(beat.epoch)

@@ -26,6 +26,7 @@ from services.cluster_monitor.request_stats import KEPT_S, Ended, Served, Served
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.verdict import Stage
 from shared.errors import NotFound
+from shared.runtime.tasks import until_next
 from shared.store.reading import tuples_of
 from shared.store.tables import instances, load_steps, loads
 from shared.store.tables import served as served_table
@@ -35,7 +36,7 @@ from shared.wire.api.monitor import Column, Mark
 from shared.wire.api.monitor import History as HistoryAnswer
 
 LOADS_S = 5.0  # samples that share a transaction
-SERVED_S = 1.0  # between two looks at what was served
+SERVED_S = 1.0  # between two looks at what was served, whose rows are written in the same wake-up
 OPEN_EVERY = 10  # samples between two writes of the steps that are under way
 _LOAD_COLUMNS = {column.name for column in loads.columns} & set(InstanceLoad.__struct_fields__) - {"time_s"}
 _SERVED_COLUMNS = {column.name for column in served_table.columns} & set(Served.__struct_fields__)
@@ -69,7 +70,7 @@ class History:
                 load = {name: getattr(record.load, name) for name in _LOAD_COLUMNS}
                 row = {"instance_id": record.instance_id, "time_s": now, "role": record.role.value}
                 row["state"] = record.state.value
-                self._store.put(loads, row | load, within_s=LOADS_S)
+                self._store.put(loads, row | load, within_s=until_next(LOADS_S))
         self._keep(self._loads.sample((record.view() for record in records), now))
         self._samples += 1
         if self._samples % OPEN_EVERY == 0:
@@ -78,7 +79,7 @@ class History:
     def sample_served(self) -> None:
         """Queue the steps in which requests have ended since the last time."""
         for slot, served in self.served.changed(time.time()):
-            self._store.put(served_table, _served_row(slot, served, self._life), within_s=SERVED_S)
+            self._store.put(served_table, _served_row(slot, served, self._life), within_s=0.0)
 
     def close(self) -> None:
         """Queue the steps that are under way."""
@@ -87,7 +88,7 @@ class History:
 
     def _keep(self, steps: list[LoadStep]) -> None:
         for seen in steps:
-            self._store.put(load_steps, _step_row(seen, self._life), within_s=LOADS_S)
+            self._store.put(load_steps, _step_row(seen, self._life), within_s=until_next(LOADS_S))
 
     def _write(self, record: Record, state: StrEnum) -> None:
         self._store.put(

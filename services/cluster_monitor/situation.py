@@ -20,8 +20,9 @@ from shared.wire.api import EventKind
 
 FORGET_S = 900.0  # a silent gateway or scheduler is no longer missed after so long
 FRESH_S = 0.5  # a verdict is given again for so long
-PERIOD_S = 1.0  # between two looks for a change of the verdict, while there is work
-REST = 5  # periods between two looks in a cluster that is at rest
+PERIOD_S = 1.0  # between two looks for a change of the verdict, while something differs from what was logged
+WORK = 2  # periods between two looks otherwise
+REST = 5  # in a cluster that is at rest
 _NEARLY = 0.8  # of the silence of a process that is gone; idle ones are silent for up to 7 s
 STEADY = 3  # looks in a row that must agree before a change is logged: a window passes limits to and fro
 
@@ -232,7 +233,8 @@ _KINDS = {
 class Watch:
     """Logs an event when the verdict's level changes, and when a problem that no instance shows begins or ends.
 
-    In a cluster `at_rest`, it looks at every `REST`th step, until something differs from what was logged.
+    It looks at every `WORK`th step, in a cluster `at_rest` at every `REST`th, until something differs from what was
+    logged.
     """
 
     def __init__(self, verdict: Callable[[], Verdict], at_rest: Callable[[], bool], events: Events) -> None:
@@ -247,7 +249,7 @@ class Watch:
     def step(self) -> None:
         """Look, where it is time to; to be called every `PERIOD_S`."""
         self._rested += 1
-        if self._rested < REST and not any(self._differs.values()) and self._at_rest():
+        if not any(self._differs.values()) and (self._rested < WORK or (self._rested < REST and self._at_rest())):
             return
         self._rested = 0
         verdict = self._verdict()

@@ -38,21 +38,23 @@ from shared.wire.messages import ADAPTERS, LOAD, PLACE, REPORT, UNLOAD, Adapters
 from shared.wire.rpc_client import SWEEP_S as SWEEP_CLIENTS_S
 from shared.wire.rpc_client import RpcClients
 from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
-from shared.wire.sockets import Sockets
+from shared.wire.sockets import Sockets, open_sockets
 
 log = get_log(__name__)
 FORWARD_S = 1.0
 FOLLOW_AGAIN_S = 1.0  # a failed call for prefixes is begun again with the broadcasts this often
 
 
-def create_app(settings: SchedulerSettings) -> FastAPI:
-    """The service. Raises InvalidRequest for an unknown database before anything starts."""
+def create_app(settings: SchedulerSettings, sockets: Sockets | None = None) -> FastAPI:
+    """The service. sockets: of the process; None: it has its own. Raises InvalidRequest for an unknown database before
+    anything starts.
+    """
     registry = CollectorRegistry()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.scheduler = await _start(stack, settings, registry)
+            app.state.scheduler = await _start(stack, settings, registry, sockets)
             yield
 
     def unready() -> str:
@@ -64,7 +66,9 @@ def create_app(settings: SchedulerSettings) -> FastAPI:
     return app
 
 
-async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: CollectorRegistry) -> State:
+async def _start(
+    stack: AsyncExitStack, settings: SchedulerSettings, registry: CollectorRegistry, sockets: Sockets | None
+) -> State:
     engine = open_engine(settings.database_url)
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
@@ -100,8 +104,8 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     limit = Limit(settings.retention_s, settings.retention_rows, settings.retention_bytes)
     tasks.every("retention", settings.prune_period_s, Retention(engine, {"requests": limit}, store.ready).step)
 
-    sockets = Sockets.from_settings(settings)
-    stack.callback(sockets.close)
+    if sockets is None:
+        sockets = await stack.enter_async_context(open_sockets(settings))
     clients = stack.enter_context(RpcClients(sockets))
     tasks.every("sweep-clients", SWEEP_CLIENTS_S, clients.sweep)
     prefixes = PrefixWatch(clients, placer)

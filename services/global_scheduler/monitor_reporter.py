@@ -1,7 +1,7 @@
 """The scheduler's reports to the monitor: outcomes of requests, demand, gateways, and the policies in use.
 
-One message contains all of it, once per second while requests arrive. Without requests, the scheduler reports demand
-and policies every `QUIET_S`.
+One message contains all of it: once per second while many requests arrive or end, every `FEW_S` with few of them, and
+every `QUIET_S` with none.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from shared.wire.clients.monitor import MonitorClient
 FORGET_S = 900.0  # after which a silent gateway is forgotten
 STOPPED_S = 30.0  # for which a gateway that stopped is reported
 PERIOD_S = 1.0
+MANY = 20  # requests that were placed or have ended, which are reported at the next period
+FEW_S = 2.0  # a report costs two processes as much as a hundred tokens
 QUIET_S = 3.0  # the monitor counts a scheduler as gone that reports nothing for five seconds
 MAX_PROBLEM = 2_048  # characters
 
@@ -81,7 +83,7 @@ class MonitorReporter:
         self._gateways = gateways
         self._leaving = False
         self._sent_mono = float("-inf")
-        self._has_demand = False  # a second with requests waits to be sent
+        self._placed = 0  # requests of the seconds that wait to be sent
         self._changed = asyncio.Event()  # the policies in use
         placer.on_policies = self._changed.set
 
@@ -110,19 +112,26 @@ class MonitorReporter:
                     await self._changed.wait()
 
     async def report(self, *, force: bool = False) -> None:
-        """Report if requests arrived or ended, or after `QUIET_S`. force: in any case."""
+        """Report if it is time (`_period_s`). force: in any case."""
         if self._monitor is None:
             return
         for second in self._demand.pop_finished(time.time()):
             self._seconds.add(second)
-            self._has_demand = self._has_demand or not second.quiet
-        is_recent = time.monotonic() - self._sent_mono < QUIET_S
-        if is_recent and not (force or self._has_demand or self._outcomes):
+            self._placed += round(second.requests)
+        since_s = time.monotonic() - self._sent_mono
+        if not force and since_s < self._period_s() - PERIOD_S / 2:  # timers are not exact
             return
         while await deliver((self._outcomes, self._seconds), self._send):
-            self._sent_mono, self._has_demand = time.monotonic(), False
+            self._sent_mono, self._placed = time.monotonic(), 0
             if not self._outcomes and not self._seconds:
                 return
+
+    def _period_s(self) -> float:
+        """Between two reports, by the requests that wait to be reported."""
+        requests = self._placed + len(self._outcomes)
+        if requests >= MANY:
+            return PERIOD_S
+        return FEW_S if requests else QUIET_S
 
     async def leave(self) -> None:
         """Report everything, and that this scheduler shuts down in good order."""

@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import cast
 
 import msgspec
@@ -15,14 +14,14 @@ from services.global_scheduler.monitor_reporter import GatewayLiveness, MonitorR
 from services.global_scheduler.placer import Placer, SchedulerMetrics
 from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.job import LOST, Phase, Slo
-from shared.domain.kv import TransferOutcome
 from shared.domain.route import Route
 from shared.errors import Busy, Delayed, InstancesLost, Overloaded
 from shared.policy.truth import FEWEST_TOKENS, Compared
 from shared.runtime.logs import get_log
+from shared.runtime.tasks import until_next
 from shared.store.tables import requests
 from shared.store.write_behind import Row, WriteBehind
-from shared.timeline import RequestTimeline
+from shared.timeline import TimelineSums
 from shared.wire.api import Ending, LostInstance, Outcome
 from shared.wire.api.predictor import Observation
 from shared.wire.api.scheduler import RequestRow
@@ -33,7 +32,7 @@ log = get_log(__name__)
 REFUSALS = (Busy.code, Overloaded.code, Delayed.code)  # outcomes of jobs that were turned away, and did not fail
 LOSSES_KEPT = 32  # of a request, the newest: the monitor takes no more
 SWEEP_S = 1.0
-ROWS_S = 1.0  # rows of requests that share a transaction
+ROWS_S = 2.0  # rows of requests that share a transaction
 MAX_CLASSES = 1_000  # SLO classes remembered; their names come from clients' keys
 _STEP_S = 1.5 * SWEEP_S  # a longer time between two sweeps is a pause of this process, not silence of gateways
 
@@ -131,7 +130,7 @@ class Reports:
         if len(self._jobs) > self._ring_jobs:
             self._jobs.popitem(last=False)
         if known is None or _row_key(known) != _row_key(report):
-            self._store.put(requests, self._row(report, now), within_s=ROWS_S)
+            self._store.put(requests, self._row(report, now), within_s=until_next(ROWS_S))
         if report.phase.final:
             self._open.ended(report.job_id)
             complete = report.phase is Phase.COMPLETED
@@ -150,8 +149,7 @@ class Reports:
 
     def _row(self, report: JobReport, now: float) -> Row:
         columns = {name: getattr(report, name) for name in _COLUMNS} | {"phase": report.phase.value}
-        ended = report.timeline is not None and report.phase.final
-        timeline = msgspec.json.encode(report.timeline).decode() if ended else None
+        timeline = report.timeline_json or None if report.phase.final else None
         own = {"scheduler_id": self._scheduler_id, "final": report.phase.final, "updated_s": now}
         return {**columns, **own, "timeline": timeline}
 
@@ -218,42 +216,16 @@ def outcome_of(report: JobReport, slo: Slo, now: float) -> Outcome:
         predicted=predicted,
         losses=[LostInstance(loss.position, loss.instance_id) for loss in lost],
     )
-    return outcome if report.timeline is None else _with_times(outcome, report.timeline)
+    sums = report.sums
+    if sums is None and report.timeline_json:  # this scheduler ended the job, whose gateway is gone
+        sums = TimelineSums.of(report.timeline())
+    return outcome if sums is None else msgspec.structs.replace(outcome, **msgspec.structs.asdict(sums))
 
 
 def refusal_of(refused: Refused, now: float) -> Outcome:
     """Requests that were turned away before they were jobs."""
     job_id = f"refused:{refused.key}"
     return Outcome(job_id=job_id, slo=refused.slo, ended_s=now, phase="refused", code=refused.code, count=refused.count)
-
-
-def _with_times(outcome: Outcome, timeline: RequestTimeline) -> Outcome:
-    """With the seconds by kind of span, the part of them before the first token, and the transfers."""
-    seconds: dict[str, float] = defaultdict(float)
-    before: dict[str, float] = defaultdict(float)
-    first_s = timeline.first_token_s or inf
-    for span in timeline.spans:
-        seconds[span.span.value] += max(0.0, span.ended_s - span.started_s)
-        if span.started_s < first_s:
-            before[span.span.value] += max(0.0, min(span.ended_s, first_s) - span.started_s)
-    moved = [transfer for transfer in timeline.transfers if transfer.outcome is not TransferOutcome.LOCAL]
-    failed = [transfer for transfer in moved if transfer.outcome is TransferOutcome.RECOMPUTED]
-    return msgspec.structs.replace(
-        outcome,
-        seconds=dict(seconds),
-        before_first=dict(before),
-        whole_s=max(0.0, timeline.ended_s - timeline.arrived_s) if timeline.ended_s else 0.0,
-        transfers=len(moved),
-        transfers_failed=len(failed),
-        transfer_bytes=sum(transfer.wire_bytes for transfer in moved),
-        transfer_faults=dict(Counter(_fault(transfer.error) for transfer in failed)),
-    )
-
-
-def _fault(error: str) -> str:
-    """The code that an import's error begins with (`services.worker.kv.KvFault`)."""
-    code = error.partition(":")[0].strip()
-    return code if code.isidentifier() else "unknown"
 
 
 @dataclass(slots=True)

@@ -102,10 +102,9 @@ async def get_request(scheduler: Scheduler, job_id: str) -> Response:
 async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
     """The RequestTimeline of a job, as far as it is known."""
     report = scheduler.reports.get(job_id)
-    if report is not None and report.timeline is not None:
-        return json_response(report.timeline)
-    if report is None and (stored := await read_timeline(scheduler.engine, job_id)):
-        return Response(stored, media_type="application/json")
+    known = await read_timeline(scheduler.engine, job_id) if report is None else report.timeline_json
+    if known:
+        return Response(known, media_type="application/json")
     exists = report is not None or await read_request(scheduler.engine, StoredRequest, job_id) is not None
     raise NotFound(f"no timeline of job {job_id!r}" + (" yet" if exists else ""))
 

@@ -41,7 +41,7 @@ from shared.files.places import Places
 from shared.files.yaml_file import read_document
 from shared.model.adapters import LoraSection
 from shared.runtime.keys import checked
-from shared.runtime.settings import Tracing
+from shared.runtime.settings import PEER_SILENCE_S, Tracing
 
 LOCAL = "local"  # the name of the only host of a file without `hosts`
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -68,6 +68,7 @@ class Cluster(BaseModel):
     hosts: dict[str, str] = {}  # name → address, if the cluster has several hosts
     control: str = ""  # the host of all processes but the instances
     monitors: int = Field(1, ge=1, le=3)  # all but one are standbys
+    one_process: bool = False  # the gateway, the scheduler and the monitor are one process, of a small cluster
 
     # Links between the `node`s of instances, for emulated engines and the simulator.
     network: NetworkEntry | None = None
@@ -171,6 +172,26 @@ def control_is_one_of_the_hosts(cluster: Cluster) -> Iterator[Fault]:
         yield Fault("control", f"{control!r} is not a host, since the file has no `hosts`")
 
 
+def one_process_has_one_of_each(cluster: Cluster) -> Iterator[Fault]:
+    if not cluster.one_process:
+        return
+    counts = {
+        "monitors": cluster.monitors,
+        "scheduler.count": cluster.scheduler.count,
+        "gateway.processes": cluster.gateway.processes,
+    }
+    for key, count in counts.items():
+        if count > 1:
+            yield Fault(key, f"with `one_process` there is one, got {count}: leave out one of the two keys")
+    if not cluster.gateway.enabled:
+        yield Fault("gateway.enabled", "`one_process` needs a gateway")
+    sections = {"gateway": cluster.gateway, "scheduler": cluster.scheduler, "monitor": cluster.monitor}
+    silences = {name: section.extra.get("peer_silence_s", PEER_SILENCE_S) for name, section in sections.items()}
+    for name, silence in silences.items():
+        if silence != silences["gateway"]:
+            yield Fault(f"{name}.peer_silence_s", "with `one_process` it must be the gateway's: they share sockets")
+
+
 def curve_keys_are_a_pair(cluster: Cluster) -> Iterator[Fault]:
     if cluster.curve_public and not cluster.curve_secret:
         yield Fault("curve_public", "curve_secret is missing; `polyphase keys curve` creates both")
@@ -206,6 +227,7 @@ RULES: tuple[Callable[[Cluster], Iterator[Fault]], ...] = (
     instances_are_on_known_hosts,
     instances_on_nodes_have_a_network,
     control_is_one_of_the_hosts,
+    one_process_has_one_of_each,
     curve_keys_are_a_pair,
     cluster_token_is_usable,
     model_is_a_possible_path,

@@ -64,6 +64,7 @@ def make_plan(cluster: Cluster, data_dir: Path, host_name: str = "", where: str 
         runs_control=runs_control,
         api_keys=bool(cluster.gateway.extra.get("api_keys_file")),
         devices=devices,
+        one_process=cluster.one_process,
     )
     ports.check_distinct(plan.port_uses)
     return plan
@@ -74,6 +75,8 @@ def processes_at(cluster: Cluster, data_dir: Path, where: str, at: Addresses) ->
 
     Raises InvalidRequest that names the key at fault.
     """
+    if cluster.one_process:
+        raise InvalidRequest(cluster.places(where).tell("one_process", "it is for `polyphase up`: leave it out here"))
     return _Planner(cluster, data_dir, where, at, Assignment()).processes(None)
 
 

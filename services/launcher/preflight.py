@@ -80,7 +80,7 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
                 yield Fault(f"lora.adapters.{name}", error.message)
     if cluster.dashboard.login and not cluster.gateway.extra.get("api_keys_file"):
         yield Fault("dashboard.login", "a login needs API keys: set `gateway: {api_keys_file: keys.yaml}`")
-    for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():
+    for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.started))).items():
         if count > 1:
             yield Fault("instances", f"{name!r} is the name of another process of the suite: choose another id")
     if cluster.curve_public:

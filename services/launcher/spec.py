@@ -2,18 +2,23 @@
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.settings import GatewaySettings
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.devices import Assignment
 from services.launcher.ports import PortUse
 from services.worker.settings import WorkerSettings
 from shared.runtime.settings import ServiceSettings
 
 OURS = "POLYPHASE_"  # the prefix of our variables
+CONTROL = "control"  # the process that `one_process` starts
+_CONTROL_MODULE = "services.control"
 # The modules that the fork server imports for each module that it forks, and the environment for these imports.
 _PRELOAD = {
     "gateway": ("gateway.app", "shared.runtime.http"),
+    _CONTROL_MODULE: ("gateway.app", "services.cluster_monitor.app", "services.global_scheduler.app"),
     "services.worker": ("services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector"),
 }
 # What `services.worker` sets before it imports these modules counts for a forked process only if it is set here:
@@ -49,7 +54,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes of one host and the addresses of the whole suite."""
+    """The processes of one host and the addresses of the whole suite. one_process: as in the cluster file."""
 
     model: str
     processes: tuple[ProcessSpec, ...]
@@ -64,6 +69,25 @@ class Plan:
     gateway_urls: tuple[str, ...] = ()  # of each gateway process alone; of a single one: `api_url`
     api_keys: bool = False  # whether the API requires a key
     devices: Assignment = field(default_factory=Assignment)  # of instances that this launcher places
+    one_process: bool = False
+
+    @property
+    def started(self) -> tuple[ProcessSpec, ...]:
+        """The processes as they are started: with `one_process` gateway, scheduler and monitor are one."""
+        if not (self.one_process and self.runs_control):
+            return self.processes
+        joined = {type(each.settings): each for each in self.processes}
+        gateway, monitor = joined[GatewaySettings], joined[MonitorSettings]
+        parts = (monitor, joined[SchedulerSettings], gateway)
+        control = replace(
+            gateway,
+            name=CONTROL,
+            argv=(*gateway.argv[:-1], _CONTROL_MODULE),
+            env={name: value for part in parts for name, value in part.env.items()},
+            ports=tuple(use for part in parts for use in part.ports),
+            module=_CONTROL_MODULE if gateway.module else "",
+        )
+        return tuple(control if each is monitor else each for each in self.processes if each not in parts[1:])
 
     @property
     def fork_env(self) -> dict[str, str] | None:
@@ -71,7 +95,7 @@ class Plan:
 
         A fork server pays off for a single gateway, too: a lost one is back within two seconds.
         """
-        forked = [process for process in self.processes if process.module]
+        forked = [process for process in self.started if process.module]
         if not forked or sys.platform != "linux":
             return None
         shared = {key: value for key, value in forked[0].env.items() if not key.startswith(OURS)}
@@ -84,7 +108,7 @@ class Plan:
 
     @property
     def preload(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for process in self.processes for name in _PRELOAD.get(process.module, ())))
+        return tuple(dict.fromkeys(name for process in self.started for name in _PRELOAD.get(process.module, ())))
 
     @property
     def port_uses(self) -> tuple[PortUse, ...]:

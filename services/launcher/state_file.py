@@ -62,7 +62,7 @@ class SuiteState:
 
 
 def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
-    urls = {spec.name: spec.health_url for spec in plan.processes}
+    urls = {spec.name: spec.health_url for spec in plan.started}
     processes = [
         RunningProcess(
             name=each.name,

@@ -128,7 +128,7 @@ async def _running(
     limits = Limits(hang_s=cluster.launcher.hang_s, at_once=max(3, os.cpu_count() or 1))
     logs = data_dir / "logs"
     async with (
-        supervising(plan.processes, logs, observer.changed, limits, plan.fork_env, plan.preload) as supervisor,
+        supervising(plan.started, logs, observer.changed, limits, plan.fork_env, plan.preload) as supervisor,
         run_on_ray(observer.changed) if run_on_ray is not None else nullcontext() as remote,
     ):
         observer.statuses = lambda: (*supervisor.statuses, *(remote.statuses if remote is not None else ()))

@@ -42,6 +42,9 @@ def with_progress(view: InstanceView, now: float) -> tuple[float, int]:
 
 
 def _computed(view: InstanceView, now: float) -> float:
-    """Prompt tokens that the instance computes between its load and `now`."""
-    passed_s = now - view.load.time_s
-    return passed_s / prompt_token_s(view) if 0.0 < passed_s <= MOST_S else 0.0
+    """Prompt tokens of its queue that the instance computes between its load and `now`."""
+    passed_s, queued = now - view.load.time_s, float(view.load.queued_prefill_tokens)
+    if not 0.0 < passed_s <= MOST_S:
+        return 0.0
+    token_s = prompt_token_s(view)
+    return min(queued, passed_s / token_s) if token_s > 0.0 else queued  # an emulated instance may take no time

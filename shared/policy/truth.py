@@ -80,7 +80,7 @@ class Line(NamedTuple):
             (median(x for x, _ in half), median(y - x for x, y in half))
             for half in (ordered[:middle], ordered[middle:])
         )
-        if long[0] < APART * short[0]:
+        if long[0] <= APART * short[0]:  # also where all are 0
             return cls(short[0], median(y - x for x, y in ordered))
         slope = (long[1] - short[1]) / (long[0] - short[0])
         return cls(short[0], short[1], max(-LATE_MOST_SHARE, min(LATE_MOST_SHARE, slope)))

@@ -1,8 +1,9 @@
 """The HTTP application of all services but the gateway: health, metrics, the cluster token, and errors as JSON."""
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -202,6 +203,26 @@ def _validation_response(request: Request, error: Exception) -> JSONResponse:
 
 def serve(app: FastAPI, host: str, port: int) -> None:
     """Run until SIGTERM or SIGINT. Clean-up belongs to the lifespan: code after this call may not run."""
+    server = _server(app, host, port)
+    server.on_started = settle
+    server.run()
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, host: str, port: int) -> AsyncIterator[None]:
+    """Serve within the block, in a process whose signals another server gets. A server that cannot start ends it."""
+    server, started = _server(app, host, port), asyncio.Event()
+    server.on_started, server.gets_signals = started.set, False
+    task = asyncio.create_task(server.serve(), name=app.title)
+    try:
+        await started.wait()
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _server(app: FastAPI, host: str, port: int) -> Server:
     config = uvicorn.Config(
         app,
         host=host,
@@ -213,6 +234,4 @@ def serve(app: FastAPI, host: str, port: int) -> None:
         ws="none",
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    server = Server(config)
-    server.on_started = settle
-    server.run()
+    return Server(config)

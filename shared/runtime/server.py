@@ -22,13 +22,15 @@ TRIM_S = 60.0
 class Server(uvicorn.Server):
     """Use as uvicorn's. It ends as soon as `should_exit` is set, by a signal or by other code.
 
-    on_started: called once it serves. holds_signals: a signal that ended the server is raised again by
-    `raise_signals`; without it `serve` raises it, which ends the process before the clean-up around `serve`. drain:
-    awaited before the end, while the server still listens; a second SIGINT ends the wait.
+    on_started: called once it serves. gets_signals: whether signals end it; of one server of a process. holds_signals:
+    a signal that ended the server is raised again by `raise_signals`; without it `serve` raises it, which ends the
+    process before the clean-up around `serve`. drain: awaited before the end, while the server still listens; a second
+    SIGINT ends the wait.
     """
 
     on_started: Callable[[], None] | None = None
     drain: Callable[[], Awaitable[None]] | None = None
+    gets_signals = True
     holds_signals = False
     _held: tuple[int, ...] = ()
     _loop: asyncio.AbstractEventLoop | None = None
@@ -46,6 +48,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        if not self.gets_signals:
+            yield
+            return
         with super().capture_signals():
             yield
             if self.holds_signals:

@@ -6,7 +6,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.runtime.logs import get_log
 
@@ -72,6 +72,7 @@ async def _repeat(name: str, period_s: float, step: Callable[[], Awaitable[None]
                 raise
             log.error("a background step failed; it is retried", task=name, failures=failures, exc_info=error)
         await asyncio.sleep(until_next(period_s))
+        awake()
 
 
 def until_next(period_s: float) -> float:
@@ -81,6 +82,32 @@ def until_next(period_s: float) -> float:
     """
     left_s = period_s - (asyncio.get_running_loop().time() - _ORIGIN) % period_s
     return left_s if left_s > _EARLY * period_s else left_s + period_s
+
+
+class _Sleeper(NamedTuple):
+    earliest_mono: float  # on the clock of the loop
+    woken: asyncio.Future[None]
+
+
+_sleepers: list[_Sleeper] = []
+
+
+async def sleep_until_awake(least_s: float, most_s: float) -> None:
+    """Sleep for `most_s`, or from `least_s` on until something else wakes the process, which calls `awake`."""
+    loop = asyncio.get_running_loop()
+    sleeper = _Sleeper(loop.time() + least_s, loop.create_future())
+    _sleepers.append(sleeper)
+    try:
+        await asyncio.wait((sleeper.woken,), timeout=most_s)
+    finally:
+        _sleepers.remove(sleeper)
+
+
+def awake() -> None:
+    """Something has woken this process: let work that waits for that share the wake-up."""
+    for sleeper in _sleepers:
+        if not sleeper.woken.done() and sleeper.woken.get_loop().time() >= sleeper.earliest_mono:
+            sleeper.woken.set_result(None)
 
 
 class Alarm:

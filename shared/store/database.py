@@ -3,8 +3,9 @@
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,58 @@ async def _sqlite(*args: Any, **options: Any) -> aiosqlite.Connection:
     """A connection and its thread. When the attempt fails or is cancelled, it waits for the end of the thread, which
     reports to this loop: the loop may be closed a moment later.
     """
-    connection = aiosqlite.connect(*args, **options)
+    connection = _Connection(partial(sqlite3.connect, *args, **options), iter_chunk_size=64)
     connection._thread.daemon = True  # as for connections that SQLAlchemy makes itself
     try:
         return await connection
     except BaseException:
         await asyncio.to_thread(connection._thread.join, END_S)
         raise
+
+
+class _Connection(aiosqlite.Connection):
+    """Has few turns between its thread and the loop, because each wakes both: a statement is one turn with its cursor
+    and its rows, and a rollback without a transaction is none.
+    """
+
+    async def cursor(self) -> Any:  # type: ignore[override]
+        return _Cursor(self)
+
+    async def rollback(self) -> None:
+        if self.in_transaction:
+            await super().rollback()
+
+
+class _Cursor:
+    """Executes one statement, for SQLAlchemy, which reads all rows at once and closes the cursor then."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self._rows: list[Any] = []
+        self.description: Any = None
+        self.lastrowid: int | None = None
+        self.rowcount = -1
+
+    async def execute(self, operation: str, parameters: Any = ()) -> None:
+        await self._run(sqlite3.Cursor.execute, operation, parameters)
+
+    async def executemany(self, operation: str, parameters: Iterable[Any]) -> None:
+        await self._run(sqlite3.Cursor.executemany, operation, parameters)
+
+    async def fetchall(self) -> list[Any]:
+        return self._rows
+
+    async def close(self) -> None:
+        """The cursor of SQLite is closed already."""
+
+    async def _run(self, execute: Callable[..., sqlite3.Cursor], operation: str, parameters: Any) -> None:
+        def turn() -> None:
+            with closing(self._connection._conn.cursor()) as cursor:
+                execute(cursor, operation, parameters)
+                self.description, self.lastrowid, self.rowcount = cursor.description, cursor.lastrowid, cursor.rowcount
+                self._rows = cursor.fetchall() if cursor.description else []
+
+        await self._connection._execute(turn)  # type: ignore[no-untyped-call]
 
 
 def _only_what_exists(file: Path) -> Callable[..., None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as PrometheusCounter
-from sqlalchemy import Table, and_, not_, or_
+from sqlalchemy import Table, TextClause, and_, bindparam, not_, or_, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -190,27 +190,35 @@ class WriteBehind:
         for _, (table, row) in taken:
             by_table.setdefault(table.name, (table, []))[1].append(row)
         async with self._engine.connect() as connection:
-            for table, rows in by_table.values():
-                await self._write_rows(connection, table, rows)
-                self._written.labels(table.name).inc(len(rows))
+            await self._write_tables(connection, list(by_table.values()))
 
-    async def _write_rows(self, connection: AsyncConnection, table: Table, rows: list[Row]) -> None:
+    async def _write_tables(self, connection: AsyncConnection, tables: list[tuple[Table, list[Row]]]) -> None:
+        """Write the rows in one transaction; where the database refuses one of them, the others in several."""
         try:
             if self._fence is not None and not await self._fence(connection):
                 raise Fenced("another process acts")
-            await connection.execute(self._statement(table), rows)
+            for table, rows in tables:
+                await connection.execute(self._statement(table), rows)
             await connection.commit()
         except DBAPIError as error:
             await connection.rollback()
             if isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated:
                 raise
-            if len(rows) == 1:  # the row itself is invalid: retrying it would block all other rows
-                log.error("row refused by the database", table=table.name, error=_text(error))
-                self._settle(rows[0], Unavailable(f"the database refuses it: {_text(error)}"))
-                self._drop("refused", 1)
-                return
-            for row in rows:
-                await self._write_rows(connection, table, [row])
+            if len(tables) > 1:
+                parts = [[part] for part in tables]
+            else:
+                table, rows = tables[0]
+                if len(rows) == 1:  # the row itself is invalid: retrying it would block all other rows
+                    log.error("row refused by the database", table=table.name, error=_text(error))
+                    self._settle(rows[0], Unavailable(f"the database refuses it: {_text(error)}"))
+                    self._drop("refused", 1)
+                    return
+                parts = [[(table, [row])] for row in rows]
+            for part in parts:
+                await self._write_tables(connection, part)
+            return
+        for table, rows in tables:
+            self._written.labels(table.name).inc(len(rows))
 
     def _statement(self, table: Table) -> Any:
         found = self._statements.get(table.name)
@@ -276,4 +284,17 @@ def upsert(table: Table, dialect: str) -> Any:
             and_(assumed, requests.c.final.is_(False), requests.c.scheduler_id == new.scheduler_id),
             and_(not_(assumed), or_(requests.c.final.is_(False), requests.c.outcome == LOST, new.final.is_(True))),
         )
-    return insert.on_conflict_do_update(index_elements=key, set_=changed, where=where)
+    return _as_text(insert.on_conflict_do_update(index_elements=key, set_=changed, where=where), table, dialect)
+
+
+def _as_text(statement: Any, table: Table, dialect: str) -> TextClause:
+    """SQLAlchemy compiles an upsert again at each execution, which costs more than the transaction; it compiles a text
+    once.
+    """
+    module = postgresql if dialect == "postgresql" else sqlite
+    names = [column.name for column in table.columns]
+    compiled = statement.compile(dialect=module.dialect(paramstyle="named"), column_keys=names)
+    binds = (
+        bindparam(name, None if name in names else bind.value, bind.type) for bind, name in compiled.bind_names.items()
+    )
+    return text(str(compiled)).bindparams(*binds)

@@ -8,11 +8,12 @@ Each message of the cluster feed carries the epoch of its monitor: so a monitor 
 know it yet, is distinguished from the one that has taken over.
 """
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -27,6 +28,7 @@ from shared.wire.envelope import MALFORMED
 from shared.wire.sockets import Connection, LoopSocket, Sockets, whole_messages
 
 CHANGES, WHOLE, POLICIES = b"changes", b"whole", b"policies"
+_ON_REQUEST = (WHOLE, POLICIES)
 _UNKNOWN = b"stranger:"  # and an instance's id
 SEAL_BYTES = 8
 MAX_STATE_BYTES = 8 << 20
@@ -133,6 +135,9 @@ class ClusterPublisher:
         self._header = sockets.wire.header
         self._socket = LoopSocket(socket, self._on_subscription, whole_messages(socket))
         self._encoder = msgspec.msgpack.Encoder()
+        self.near: list[ClusterFeed] = []  # followers in this process
+        self._unlisten = partial(sockets.listens, address, None)
+        sockets.listens(address, self)
         self.epoch = 0  # see `ClusterFeed`
         self.sent_bytes = 0  # each message counted once, whatever the number of followers
 
@@ -153,16 +158,19 @@ class ClusterPublisher:
         self._send(_UNKNOWN + instance_id.encode(), generation)
 
     def close(self) -> None:
+        self._unlisten()
         self._socket.close()
 
     def _send(self, topic: bytes, value: object) -> None:
+        for feed in self.near:
+            feed.hand(topic, self.epoch, value)
         body = sealed(self._header + self.epoch.to_bytes(_EPOCH_BYTES, "big") + self._encoder.encode(value))
         self.sent_bytes += len(body)
         self._socket.send([topic, body])
 
     def _on_subscription(self, frames: list[bytes]) -> None:
         subscription = frames[0]
-        if subscription[:1] == bytes([_SUBSCRIBED]) and subscription[1:] in (WHOLE, POLICIES):
+        if subscription[:1] == bytes([_SUBSCRIBED]) and subscription[1:] in _ON_REQUEST:
             self.on_wanted(subscription[1:])
 
 
@@ -195,17 +203,21 @@ class ClusterFeed:
         self.dropped: Counter[str] = Counter()
         self.received_bytes = 0  # of changes and whole states
         self._on_delta = on_delta
-        self._topics: dict[bytes, Callable[[memoryview], None]] = {CHANGES: self._change, WHOLE: self._whole}
+        deltas = msgspec.msgpack.Decoder(ClusterDelta)
+        self._topics: dict[bytes, tuple[msgspec.msgpack.Decoder[Any], Callable[[Any], None]]] = {
+            CHANGES: (deltas, self._change),
+            WHOLE: (deltas, self._whole),
+        }
         if on_policies is not None:
-            self._topics[POLICIES] = _typed(PolicySet, on_policies)
+            self._topics[POLICIES] = msgspec.msgpack.Decoder(PolicySet), on_policies
         if on_stranger is not None:
-            self._topics[_UNKNOWN + instance_id.encode()] = _typed(int, on_stranger)
-        self._deltas = msgspec.msgpack.Decoder(ClusterDelta)
+            self._topics[_UNKNOWN + instance_id.encode()] = msgspec.msgpack.Decoder(int), on_stranger
         self._on_epoch = on_epoch
         self._newest_epoch = 0
         self._followed_epoch = 0  # of the monitor that sent the last message
         self._needs_whole = False  # another monitor is followed, and has not sent the whole state yet
-        addresses = several(address)
+        self._near = sockets.near(address, ClusterPublisher)
+        addresses = several(address) if self._near is None else ()
         self._sockets = [sockets.unconnected(zmq.SUB) for _ in addresses]
         self._requested_mono: float | None = None  # when the whole state was requested, until it arrives
         self._following = False
@@ -215,6 +227,16 @@ class ClusterFeed:
         self.follow(following)
         pairs = zip(self._sockets, addresses, strict=True)
         self._connections = [Connection(socket, each) for socket, each in pairs]
+        if self._near is not None:
+            self._near.near.append(self)
+
+    def hand(self, topic: bytes, epoch: int, value: object) -> None:
+        """Take what a publisher of this process publishes, as a message of it."""
+        if topic not in self._topics or not self._follows(epoch):
+            return
+        if self._following or topic not in (CHANGES, WHOLE):
+            _, take = self._topics[topic]
+            take(value)
 
     def follow(self, wanted: bool) -> None:
         """Follow the cluster from now on, or no longer."""
@@ -225,6 +247,8 @@ class ClusterFeed:
         self._request_whole(wanted)
 
     def close(self) -> None:
+        if self._near is not None:
+            self._near.near.remove(self)
         for connection, messages in zip(self._connections, self._messages, strict=True):
             connection.close()
             messages.close()
@@ -244,8 +268,9 @@ class ClusterFeed:
             if not self._following:
                 return  # it was sent before the end of the subscription
             self.received_bytes += len(message)
+        decoder, take = self._topics[topic]
         try:
-            self._topics[topic](body[_EPOCH_BYTES:])
+            take(decoder.decode(body[_EPOCH_BYTES:]))
         except MALFORMED:
             self.dropped["garbage"] += 1
 
@@ -278,12 +303,12 @@ class ClusterFeed:
             self._followed_epoch, self._newest_epoch = epoch, max(self._newest_epoch, epoch)
         return True
 
-    def _change(self, body: memoryview) -> None:
+    def _change(self, delta: ClusterDelta) -> None:
         if self._needs_whole:  # the sequence numbers of two monitors are not comparable
             self._needs_whole = False
             self._request_whole(True)
             return
-        taken, requested_mono = self._on_delta(self._deltas.decode(body)), self._requested_mono
+        taken, requested_mono = self._on_delta(delta), self._requested_mono
         if taken and requested_mono is None:
             return
         if not taken and requested_mono is None:
@@ -293,10 +318,10 @@ class ClusterFeed:
         ):  # else the state is on its way
             self._request_whole(not taken)
 
-    def _whole(self, body: memoryview) -> None:
+    def _whole(self, delta: ClusterDelta) -> None:
         if self._requested_mono is not None:
             self._needs_whole = False
-            self._on_delta(self._deltas.decode(body))
+            self._on_delta(delta)
             self._request_whole(False)
 
     def _request_whole(self, wanted: bool) -> None:
@@ -308,11 +333,8 @@ class ClusterFeed:
             self._requested_mono = time.monotonic()
 
     def _set(self, option: int, topic: bytes) -> None:
+        if self._near is not None and option == zmq.SUBSCRIBE and topic in _ON_REQUEST:
+            asyncio.get_running_loop().call_soon(self._near.on_wanted, topic)  # the answer may be immediate
         for socket, messages in zip(self._sockets, self._messages, strict=True):
             socket.setsockopt(option, topic)
             messages.look_again()
-
-
-def _typed(kind: type[Value], on_value: Callable[[Value], None]) -> Callable[[memoryview], None]:
-    decoder = msgspec.msgpack.Decoder(kind)
-    return lambda body: on_value(decoder.decode(body))

@@ -19,7 +19,7 @@ from shared.domain.numbers import Finite
 from shared.domain.prompt import PrefixDelta, length, whole
 from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason, Route
-from shared.timeline import RequestTimeline
+from shared.timeline import RequestTimeline, TimelineSums
 
 
 class PlaceRequest(msgspec.Struct):
@@ -32,7 +32,11 @@ class PlaceRequest(msgspec.Struct):
 
 
 class JobReport(msgspec.Struct):
-    """A gateway's report of one job, sent at each change of the job's phase, with the timeline so far."""
+    """A gateway's report of one job, sent at each change of the job's phase.
+
+    timeline_json: its `RequestTimeline` so far, as the database stores it and HTTP answers have it. sums: of a timeline
+    that has ended; only in the report of a final phase.
+    """
 
     job_id: str
     gateway_id: str
@@ -48,7 +52,8 @@ class JobReport(msgspec.Struct):
     ttft_s: Finite | None = None
     tpot_s: Finite | None = None
     slo_met: bool | None = None
-    timeline: RequestTimeline | None = None
+    timeline_json: str = ""
+    sums: TimelineSums | None = None
     max_tokens: int = 0
     prediction: LengthPrediction | None = None  # of the answer's length; only in the report of a final phase
     caller: str = ""  # name of the API key
@@ -60,6 +65,10 @@ class JobReport(msgspec.Struct):
     gaps_over: int = 0  # how many of them exceeded the target `itl_s` of the SLO class
     placed_s: Finite = 0.0  # these two as in `RequestTimeline`
     estimated: Estimated | None = None
+
+    def timeline(self) -> RequestTimeline:
+        """Raises msgspec.DecodeError where there is none."""
+        return msgspec.json.decode(self.timeline_json, type=RequestTimeline)
 
     @property
     def predicted_ttft_s(self) -> float | None:

@@ -37,6 +37,7 @@ from shared.wire.envelope import (
     unpack,
 )
 from shared.wire.messages import Method
+from shared.wire.rpc_server import RpcServer
 from shared.wire.sockets import Connection, LoopSocket, Sockets, whole_messages
 
 Request = TypeVar("Request")
@@ -292,6 +293,27 @@ class RpcClient:
             self._socket.close()
 
 
+class NearClient:
+    """What `RpcClient` is to a server of another process, for one of this process."""
+
+    connected = True
+
+    def __init__(self, server: RpcServer, address: str) -> None:
+        self.address = address
+        self._server = server
+
+    async def call(
+        self,
+        method: Method[Request, Reply, Item],
+        request: Request,
+        *,
+        timeout_s: float,
+        on_item: Callable[[Item], None] | None = None,
+    ) -> Reply:
+        """As `RpcClient.call`."""
+        return await self._server.reply(method, request, timeout_s, on_item)
+
+
 class RpcClients:
     """Clients by address, created on first use. Use as a context manager, and call `sweep` every `SWEEP_S`.
 
@@ -315,6 +337,11 @@ class RpcClients:
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    def near(self, address: str) -> NearClient | None:
+        """The client of a server of this process, if the address leads to one; see `Sockets`."""
+        server = self._sockets.near(address, RpcServer)
+        return NearClient(server, address) if server is not None else None
 
     def to(self, address: str) -> RpcClient:
         """The client of an address, for immediate use: `sweep` may close it later. Raises Unavailable for an invalid

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import msgspec
 import zmq
 
-from shared.errors import Busy, DeadlineExceeded, InvalidRequest, PolyphaseError, WireVersionMismatch
+from shared.errors import Busy, DeadlineExceeded, InvalidRequest, NotConnected, PolyphaseError, WireVersionMismatch
 from shared.runtime.logs import get_log
 from shared.wire.envelope import (
     ALL_CALLS,
@@ -40,6 +40,8 @@ from shared.wire.sockets import MAX_FRAME_BYTES, ConnectionWatch, LoopSocket, So
 
 log = get_log(__name__)
 Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Item = TypeVar("Item")
 BACKLOG_BYTES = 8 << 20  # queued for a peer that does not read, beyond the buffers of libzmq and the kernel
 RETRY_S = 0.01
 MAX_CALLS_A_PEER = 10_000
@@ -245,6 +247,19 @@ class ServerCall:
         self._router.queue(self._peer, Envelope(ITEM, self._number, "", 0.0, body))
 
 
+class NearCall(ServerCall):
+    """A call from the same process. Items arrive at once."""
+
+    def __init__(self, timeout_s: float, on_item: Callable[[Any], None] | None) -> None:
+        self.timeout_s = timeout_s
+        self.peer = b""
+        self._on_item = on_item
+
+    def send(self, item: object) -> None:
+        if self._on_item is not None:
+            self._on_item(item)
+
+
 Handler = Callable[[Any, ServerCall], Any]  # a coroutine function, or a plain one that gives the reply
 Handlers = Mapping[Method[Any, Any, Any], Handler]
 
@@ -274,12 +289,14 @@ class RpcServer:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._router = Router(self._sockets, self._address, self._receive, self._lost, self.dropped)
+        self._sockets.listens(self._address, self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
+        self._sockets.listens(self._address, None)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -289,6 +306,30 @@ class RpcServer:
     @property
     def calls(self) -> int:
         return len(self._tasks)
+
+    async def reply(
+        self,
+        method: Method[Request, Reply, Item],
+        request: Request,
+        timeout_s: float,
+        on_item: Callable[[Item], None] | None,
+    ) -> Reply:
+        """The reply to a call from the same process, which passes no socket. Raises as `RpcClient.call` does."""
+        if self._closing:
+            raise NotConnected(f"{self._address} is closed")
+        call, name = NearCall(timeout_s, on_item), method.name
+        try:
+            if name not in self._in_tasks:
+                return self._handlers[name](request, call)  # type: ignore[no-any-return]
+            async with asyncio.timeout(timeout_s):
+                return await self._handlers[name](request, call)  # type: ignore[no-any-return]
+        except TimeoutError:
+            raise DeadlineExceeded(f"{name}: no answer within {timeout_s:.3f} s") from None
+        except PolyphaseError:
+            raise
+        except Exception as unknown:
+            log.error("handler failed", method=name, exc_info=unknown)
+            raise PolyphaseError(f"{name} failed: {type(unknown).__name__}: {unknown}") from unknown
 
     def _receive(self, peer: Peer, frames: list[bytes]) -> None:
         envelopes, cause = None, "frame"

@@ -6,21 +6,23 @@ socket's descriptor and passes each message to a plain function.
 
 import asyncio
 import resource
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.runtime.logs import get_log
 from shared.runtime.settings import PEER_SILENCE_S, ServiceSettings
+from shared.runtime.tasks import awake
 from shared.runtime.wire_version import OURS, WireVersions
 
 log = get_log(__name__)
 Message = TypeVar("Message")
+Near = TypeVar("Near")
 MAX_FRAME_BYTES = 64 << 20  # libzmq cuts a connection that announces a larger frame
 _DRAIN = 128  # messages handled before other callbacks of the loop get their turn
 _MAX_SOCKETS = 16_384  # of a context; libzmq's 1,023 are 341 clients, each a socket and two ends of a monitor
@@ -43,13 +45,20 @@ class Sockets:
     """Creates all ZeroMQ sockets of a process, with common limits and keys. Owns the ZeroMQ context.
 
     `wire`: the version that messages over these sockets state, and the versions that are accepted. `peer_silence_s`:
-    without an answer to a heartbeat for so long, a connection is lost.
+    without an answer to a heartbeat for so long, a connection is lost. `near`: addresses of services in this process,
+    as its other services call them, and where they listen: they are reached without a socket.
     """
 
     def __init__(
-        self, curve: Curve | None = None, wire: WireVersions = OURS, peer_silence_s: float = PEER_SILENCE_S
+        self,
+        curve: Curve | None = None,
+        wire: WireVersions = OURS,
+        peer_silence_s: float = PEER_SILENCE_S,
+        near: Mapping[str, str] | None = None,
     ) -> None:
         self.wire = wire
+        self._near = near or {}
+        self._listening: dict[str, Any] = {}  # what serves or publishes here, by the address where it listens
         self._patience_ms = max(1, round(peer_silence_s * 1e3))
         # One I/O thread: a connection's events come before its messages only in the order of one thread.
         self._context = zmq.Context(io_threads=1)
@@ -58,10 +67,24 @@ class Sockets:
         _allow_files()
 
     @classmethod
-    def from_settings(cls, settings: ServiceSettings) -> Self:
+    def from_settings(cls, settings: ServiceSettings, near: Mapping[str, str] | None = None) -> Self:
         """With the keys of a process's settings. Raises InvalidRequest for a key file that cannot be used."""
         pair = settings.curve_pair()
-        return cls(Curve(*pair) if pair else None, peer_silence_s=settings.peer_silence_s)
+        return cls(Curve(*pair) if pair else None, peer_silence_s=settings.peer_silence_s, near=near)
+
+    @property
+    def shared(self) -> bool:
+        """Whether several services of the process use these sockets."""
+        return bool(self._near)
+
+    def listens(self, address: str, service: object) -> None:
+        """What others reach at an address, from now on; `None`: nothing."""
+        self._listening[address] = service
+
+    def near(self, address: str, kind: type[Near]) -> Near | None:
+        """What listens at an address in this process; None where the address is not `near`, or nothing listens yet."""
+        found = self._listening.get(self._near.get(address, ""))
+        return found if isinstance(found, kind) else None
 
     def bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """A listening socket. Raises zmq.ZMQError when the address is taken."""
@@ -116,6 +139,16 @@ class Sockets:
     def close(self) -> None:
         """Close the context; sockets must be closed before."""
         self._context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def open_sockets(settings: ServiceSettings, near: Mapping[str, str] | None = None) -> AsyncIterator[Sockets]:
+    """Sockets that are closed at the end of the block. Raises as `Sockets.from_settings`."""
+    sockets = Sockets.from_settings(settings, near)
+    try:
+        yield sockets
+    finally:
+        sockets.close()
 
 
 def _allow_files() -> None:
@@ -192,7 +225,10 @@ class LoopSocket(Generic[Message]):
 
     def _drain(self) -> None:
         self._scheduled = False
-        if self.take(_DRAIN) == _DRAIN:
+        taken = self.take(_DRAIN)
+        if taken:
+            awake()
+        if taken == _DRAIN:
             self.look_again()
 
 

@@ -63,7 +63,7 @@ async def reporter_of(schedulers: Schedulers) -> AsyncIterator[Reporter]:
     running.cancel()
 
 
-async def test_a_report_leaves_at_once_and_no_other_while_nothing_changes() -> None:
+async def test_a_report_leaves_soon_and_no_other_while_nothing_changes() -> None:
     schedulers, (job, _) = Schedulers(), make_job([1, 2, 3], 5)
     async with reporter_of(schedulers) as reporter:
         reporter.report(job)
@@ -71,6 +71,20 @@ async def test_a_report_leaves_at_once_and_no_other_while_nothing_changes() -> N
         assert [report.job_id for report in schedulers.reported[0]] == [job.spec.job_id]
         await asyncio.sleep(0.1)
         assert (len(schedulers.reported), schedulers.refreshed) == (1, 1)
+
+
+async def test_a_job_that_ends_soon_sends_one_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is reported at once, and its begin not at all."""
+    monkeypatch.setattr("gateway.reports.PERIOD_S", 3600.0)
+    schedulers, (job, _) = Schedulers(), make_job([1, 2, 3], 5)
+    async with reporter_of(schedulers) as reporter:
+        reporter.report(job)
+        for _ in range(5):  # turns of the loop, in which the reporter begins to wait for the end
+            await asyncio.sleep(0)
+        job.phase = Phase.FAILED
+        reporter.report(job, "lost")
+        await until(lambda: schedulers.reported)
+    assert [[report.outcome for report in sent] for sent in schedulers.reported] == [["lost"]]
 
 
 async def test_a_final_report_that_no_scheduler_accepts_is_repeated() -> None:
@@ -110,8 +124,7 @@ def test_the_report_of_a_running_job_has_its_timeline_and_its_caller() -> None:
     job, _ = make_job([1, 2, 3], 5, caller="anna")
     job.record_until(Span.INTAKE, job.spec.arrived_s + 0.1)
     report = job.report()
-    assert report.timeline is not None
-    assert [span.span for span in report.timeline.spans] == [Span.INTAKE]
+    assert [span.span for span in report.timeline().spans] == [Span.INTAKE]
     assert (report.caller, report.asked, report.prediction) == ("anna", False, None)
 
 

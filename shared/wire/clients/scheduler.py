@@ -31,7 +31,7 @@ from shared.wire.messages import (
     Request,
     UnloadRequest,
 )
-from shared.wire.rpc_client import RpcClient, RpcClients
+from shared.wire.rpc_client import NearClient, RpcClient, RpcClients
 
 log = get_log(__name__)
 SEARCH_S = 5.0
@@ -55,11 +55,11 @@ class SchedulerClient:
         self._origin = uuid.uuid4().hex
         self._home: OrderedDict[str, str] = OrderedDict()  # job id -> address
         for address in addresses:
-            clients.to(address)  # connect now, not at the first request
+            self._client(address)  # connect now, not at the first request
 
     @property
     def connected(self) -> bool:
-        return any(self._clients.to(address).connected for address in self._addresses)
+        return any(self._client(address).connected for address in self._addresses)
 
     @property
     def several(self) -> bool:
@@ -114,7 +114,7 @@ class SchedulerClient:
         """Send each scheduler the reports of its open jobs; without any, an empty message: the gateway is alive."""
         by_home = self._by_home(open_jobs)
         for address in self._addresses:
-            if self._clients.to(address).connected:
+            if self._client(address).connected:
                 by_home.setdefault(address, [])
         await self._hand_over(by_home, timeout_s)
 
@@ -131,7 +131,7 @@ class SchedulerClient:
 
     async def leave(self, *, timeout_s: float) -> None:
         """Report to all connected schedulers that this gateway stops; others find out by its silence."""
-        there = [client for client in map(self._clients.to, self._addresses) if client.connected]
+        there = [client for client in map(self._client, self._addresses) if client.connected]
         message = JobReports([], self._origin, self._gateway_id, leaving=True)
         calls = (client.call(REPORT, message, timeout_s=timeout_s) for client in there)
         for client, error in zip(there, await asyncio.gather(*calls, return_exceptions=True), strict=True):
@@ -184,11 +184,14 @@ class SchedulerClient:
         self._turn += 1
         start = self._turn % len(self._addresses)
         ordered = (*self._addresses[start:], *self._addresses[:start])
-        return next((a for a in ordered if self._clients.to(a).connected), ordered[0])
+        return next((a for a in ordered if self._client(a).connected), ordered[0])
 
-    def _in_order(self, first: str) -> list[RpcClient]:
+    def _client(self, address: str) -> RpcClient | NearClient:
+        return self._clients.near(address) or self._clients.to(address)
+
+    def _in_order(self, first: str) -> list[RpcClient | NearClient]:
         at = self._addresses.index(first)
-        ordered = [self._clients.to(a) for a in (*self._addresses[at:], *self._addresses[:at])]
+        ordered = [self._client(a) for a in (*self._addresses[at:], *self._addresses[:at])]
         return [c for c in ordered if c.connected] or ordered
 
 

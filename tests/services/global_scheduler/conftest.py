@@ -16,7 +16,7 @@ from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, Ins
 from shared.domain.job import Phase
 from shared.domain.policies import PolicySet
 from shared.domain.route import PolicySpec
-from shared.timeline import RequestTimeline
+from shared.timeline import RequestTimeline, TimelineSums
 from shared.wire.clients.scheduler import SchedulerAdmin, SchedulerClient
 from shared.wire.messages import JobReport
 from shared.wire.rpc_client import RpcClients
@@ -86,8 +86,14 @@ def report(job_id: str, phase: Phase = Phase.COMPLETED, **changes: Any) -> JobRe
         "slo_met": True,
     }
     if phase.final:
-        fields["timeline"] = RequestTimeline(job_id, time.time(), prompt_tokens=100)
+        fields |= of_timeline(RequestTimeline(job_id, time.time(), prompt_tokens=100), phase)
     return JobReport(**{**fields, **changes})
+
+
+def of_timeline(timeline: RequestTimeline, phase: Phase = Phase.COMPLETED) -> dict[str, Any]:
+    """The fields of a report that a gateway makes of a timeline."""
+    sums = TimelineSums.of(timeline) if phase.final else None
+    return {"timeline_json": msgspec.json.encode(timeline).decode(), "sums": sums}
 
 
 Start = Callable[..., Any]

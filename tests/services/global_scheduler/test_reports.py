@@ -15,7 +15,7 @@ from services.global_scheduler.forward import DeliveryQueue, ForwardMetrics, pos
 from services.global_scheduler.reports import outcome_of
 from shared.domain.estimated import PromptSize, RouteKind
 from shared.domain.instance import Role
-from shared.domain.job import JobView, LengthPrediction, Loss, Phase, Slo
+from shared.domain.job import LOST, JobView, LengthPrediction, Loss, Phase, Slo
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.domain.prompt import PrefixDelta
 from shared.errors import EngineFailed, InstancesLost, NotFound
@@ -27,7 +27,7 @@ from shared.wire.clients.http import JsonClient
 from shared.wire.messages import JobReport
 from tests.ports import free_port
 from tests.services.control_plane import request, text, until
-from tests.services.global_scheduler.conftest import Scheduler, Start, report
+from tests.services.global_scheduler.conftest import Scheduler, Start, of_timeline, report
 
 
 @asynccontextmanager
@@ -230,7 +230,7 @@ async def test_the_setting_bounds_what_is_known_of_prefix_caches(start: Start) -
 
 
 def ended(timeline: RequestTimeline) -> JobReport:
-    return JobReport("j", "gateway-0", Phase.COMPLETED, 10.0, 100, slo="chat", timeline=timeline)
+    return JobReport("j", "gateway-0", Phase.COMPLETED, 10.0, 100, slo="chat", **of_timeline(timeline))
 
 
 def test_time_before_the_first_token_is_told_by_itself() -> None:
@@ -251,6 +251,14 @@ def test_without_a_first_token_all_of_it_was_before() -> None:
     spans = [SpanRecord(Span.PLACEMENT, 10.0, 13.0)]
     told = outcome_of(ended(RequestTimeline("j", 10.0, ended_s=13.0, spans=spans)), Slo("chat"), 21.0)
     assert told.before_first == pytest.approx({"placement": 3.0})
+
+
+def test_the_times_of_a_job_that_was_lost_with_its_gateway_are_those_of_its_last_report() -> None:
+    timeline = RequestTimeline("j", 10.0, spans=[SpanRecord(Span.PLACEMENT, 10.0, 13.0)])
+    last = JobReport("j", "gateway-0", Phase.PREFILL, 10.0, 100, slo="chat", **of_timeline(timeline, Phase.PREFILL))
+    assert last.sums is None
+    lost = msgspec.structs.replace(last, phase=Phase.FAILED, outcome=LOST)
+    assert outcome_of(lost, Slo("chat"), 21.0).seconds == {"placement": 3.0}
 
 
 def test_faults_of_transfers_are_told_by_their_codes() -> None:

@@ -17,7 +17,7 @@ from shared.wire.messages import Refused
 from shared.wire.rpc_client import RpcClients
 from tests.ports import free_port
 from tests.services.control_plane import request, until
-from tests.services.global_scheduler.conftest import Scheduler, Start, report
+from tests.services.global_scheduler.conftest import Scheduler, Start, of_timeline, report
 from tests.services.global_scheduler.test_reports import json_sink
 
 
@@ -91,7 +91,7 @@ async def test_pages_and_times(filled: Scheduler) -> None:
 async def test_the_timeline_of_a_job_under_way(scheduler: Scheduler) -> None:
     so_far = RequestTimeline("j", 100.0, 10, spans=[SpanRecord(Span.INTAKE, 100.0, 100.1)])
     so_far.decisions.append(Decision(100.1, "placement", "p0", (Reason("placement:single", {"chosen": "p0"}),)))
-    await scheduler.client.report([report("j", Phase.PREFILL, timeline=so_far)], timeout_s=5)
+    await scheduler.client.report([report("j", Phase.PREFILL, **of_timeline(so_far, Phase.PREFILL))], timeout_s=5)
     told = await scheduler.admin.timeline("j")
     assert (told.outcome, told.ended_s, len(told.spans)) == ("", 0.0, 1)
     assert told.decisions[0].chosen == "p0"
@@ -119,7 +119,7 @@ async def test_what_the_monitor_is_told(start: Start) -> None:
     async with json_sink(port) as taken:
         await client.report(
             [
-                report("a", slo="chat", timeline=timeline, asked=True, prediction=said),
+                report("a", slo="chat", **of_timeline(timeline), asked=True, prediction=said),
                 report("b", Phase.FAILED, slo="chat", outcome="overloaded", asked=True),
             ],
             timeout_s=5,

@@ -20,9 +20,9 @@ from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import addresses, display, ports
-from services.launcher.addresses import make_shared_table
+from services.launcher.addresses import make_shared_table, on_hosts
 from services.launcher.cluster_file import Cluster
-from services.launcher.plan import CAPTURE_S, FETCH_S, READ_BYTES_S, links_between, make_plan, start_s_of
+from services.launcher.plan import CAPTURE_S, FETCH_S, READ_BYTES_S, links_between, make_plan, processes_at, start_s_of
 from services.launcher.spec import Plan, ProcessSpec
 from services.planner.settings import PlannerSettings
 from services.worker.settings import DATA_PARALLEL_PORTS, WorkerSettings
@@ -69,6 +69,43 @@ def test_every_process_is_there_once(tmp_path: Path) -> None:
         "dashboard",
     ]
     assert plan.instance_ids == ("p", "d")
+
+
+def test_gateway_scheduler_and_monitor_may_be_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"gateway": {"env": {"A": "1"}}, "scheduler": {"env": {"B": "2"}}, "monitor": {"silence_s": 0.9}}
+    apart, plan = (make_plan(cluster(**sections, one_process=one), tmp_path) for one in (False, True))
+    assert apart.started == apart.processes
+    assert [each.name for each in plan.processes] == [each.name for each in apart.processes]  # each is described
+    assert [each.name for each in plan.started] == ["control", "predictor", "planner", "p", "d", "dashboard"]
+    control = plan.started[0]
+    assert control.argv[-1] == "services.control"
+    assert control.health_url == process(plan, "gateway").health_url
+    assert (control.env["A"], control.env["B"]) == ("1", "2")
+    names = ("monitor", "scheduler", "gateway")
+    assert set(control.ports) == {use for name in names for use in process(apart, name).ports}
+    for name, kind in zip(names, (MonitorSettings, SchedulerSettings, GatewaySettings), strict=True):
+        assert loaded(kind, control, monkeypatch) == process(apart, name).settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"monitors": 2}, "monitors: with `one_process` there is one, got 2"),
+        ({"scheduler": {"count": 2}}, "scheduler.count: with `one_process` there is one, got 2"),
+        ({"gateway": {"processes": 3}}, "gateway.processes: with `one_process` there is one, got 3"),
+        ({"gateway": {"enabled": False}}, "gateway.enabled: `one_process` needs a gateway"),
+        ({"monitor": {"peer_silence_s": 9}}, "monitor.peer_silence_s: with `one_process` it must be the gateway's"),
+    ],
+)
+def test_one_process_has_one_of_each(changes: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(fault)):
+        cluster(one_process=True, **changes)
+    assert cluster(**changes)
+
+
+def test_one_process_is_not_for_other_systems(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="one_process: it is for `polyphase up`"):
+        processes_at(cluster(one_process=True), tmp_path, "file", on_hosts(cluster()))
 
 
 @pytest.mark.parametrize("keys", [True, False])

@@ -1,7 +1,8 @@
 import pytest
 
 from shared.domain.instance import Role
-from shared.policy.aging import MOST_S, prompt_token_s, share_left
+from shared.domain.rates import Rates, StepForm, StepRates
+from shared.policy.aging import MOST_S, prompt_token_s, share_left, with_progress
 from shared.policy.estimate import DecodeSide, JobContext, PrefillSide, local, pair
 from shared.policy.ledger import Assignment
 from shared.policy.output_lengths import UNKNOWN_LENGTHS
@@ -15,6 +16,14 @@ def test_what_was_computed_since_the_load_is_not_left() -> None:
     assert prompt_token_s(view) == pytest.approx(1e-4)
     lefts = [share_left(view, now) for now in (100.0, 100.2, 100.45)]
     assert lefts == [1.0, pytest.approx(0.5), 0.0]
+
+
+def test_an_instance_that_takes_no_time_has_nothing_left() -> None:
+    nothing = StepForm(0.0)
+    view = instance("p", rates=Rates(StepRates(nothing, nothing, nothing)), **QUEUE)
+    assert prompt_token_s(view) == 0.0
+    assert [share_left(view, now) for now in (100.0, 100.2)] == [1.0, 0.0]
+    assert with_progress(view, 100.2) == (100.2, 4000)
 
 
 @pytest.mark.parametrize("now", [0.0, 99.0, 100.0 + MOST_S + 0.01])

@@ -83,6 +83,7 @@ def test_long_times_may_be_off_by_more_than_short_ones() -> None:
     assert line.late(0.0) == line.late(0.01) > 0.0, "shorter times than the known ones are corrected by as much"
     outlier = [(x, x + 0.01) for x in (0.02, 0.03, 0.04, 0.3, 0.4)] + [(0.5, 5.0)]
     assert Line.through(outlier).late(0.35) == pytest.approx(0.01)
+    assert Line.through([(0.0, 0.01)] * 8) == Line(0.0, 0.01)  # an emulated instance may take no time
     alike = Line.through([(0.1, 0.12), (0.11, 0.1), (0.12, 0.13), (0.1, 0.11)])
     assert alike.slope == 0.0
 

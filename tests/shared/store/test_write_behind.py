@@ -9,14 +9,16 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
 from shared.store.database import identity, open_engine
 from shared.store.migrate import migrate
-from shared.store.reading import read_request, read_requests
+from shared.store.reading import read_request, read_requests, tuples_of
 from shared.store.tables import loads, requests
 from shared.store.write_behind import WriteBehind
 from shared.wire.api.scheduler import StoredRequest
@@ -114,6 +116,47 @@ async def test_a_row_that_the_database_refuses_does_not_block_the_others(engine:
         await until(lambda: not store.queued and store.dropped["refused"], "bad row dropped")
     assert store.dropped == {"refused": 1}
     assert {row.job_id for row in await read_rows(engine, limit=9)} == {"good-1", "good-2"}
+
+
+async def test_a_refused_row_does_not_block_those_of_other_tables(engine: AsyncEngine, until: Until) -> None:
+    async with writer(engine) as store:
+        await until(store.ready.is_set, "ready")
+        store.put(requests, request_row("good"))
+        store.put(requests, request_row("bad", gateway_id=None))
+        store.put(loads, load_row("d0", 5.0))
+        await until(lambda: not store.queued and store.dropped["refused"], "bad row dropped")
+    assert store.dropped == {"refused": 1}
+    assert [row.job_id for row in await read_rows(engine, limit=9)] == ["good"]
+    assert len(await tuples_of(engine, select(loads))) == 1
+    assert [store._written.labels(table)._value.get() for table in ("requests", "loads")] == [1.0, 1.0]
+
+
+async def test_rows_of_two_tables_take_three_turns_of_the_thread_of_sqlite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each table and one for the commit; each turn wakes the thread and the loop."""
+    engine = open_engine(f"sqlite:///{tmp_path}/store.db")
+    store = WriteBehind(engine, CollectorRegistry())
+    await migrate(engine)
+    store._file = identity(engine)
+    turns: list[object] = []
+    execute = aiosqlite.Connection._execute
+
+    async def counted(connection: aiosqlite.Connection, function: Any, *args: Any) -> Any:
+        turns.append(function)
+        return await execute(connection, function, *args)
+
+    await read_rows(engine, limit=1)  # connects
+    monkeypatch.setattr(aiosqlite.Connection, "_execute", counted)
+    for number in range(3):
+        store.put(requests, request_row(f"j{number}"), within_s=3600.0)
+        store.put(loads, load_row("d0", number), within_s=3600.0)
+    await store.flush()
+    assert len(turns) == 3
+    turns.clear()
+    assert len(await read_rows(engine, limit=5)) == 3
+    assert len(turns) == 1  # a statement with its rows
+    await engine.dispose()
 
 
 async def test_who_waits_for_a_row_hears_when_the_database_has_it(engine: AsyncEngine) -> None:

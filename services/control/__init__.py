@@ -1,0 +1,1 @@
+"""Gateway, scheduler and monitor of a small cluster in one process."""
