@@ -154,8 +154,8 @@ class PrefillSide:
     """
 
     __slots__ = (
-        *("chunk", "form", "instance_id", "jobs", "load_token_s", "loaded", "pull", "saved", "sends_s", "view"),
-        "wait_s",
+        *("_kv_bytes", "chunk", "form", "instance_id", "jobs", "load_token_s", "loaded", "pull", "saved", "sends_s"),
+        *("view", "wait_s"),
     )
 
     def __init__(self, view: InstanceView, saved: int = 0, loaded: int = 0) -> None:
@@ -170,6 +170,14 @@ class PrefillSide:
         self.wait_s = queued * (form.token_s + form.position_s * mean / 2.0 + form.fixed_s / self.chunk)
         self.sends_s = load.staged_bytes / link.bytes_s if link is not None else 0.0  # what it holds for others
         self.pull: Pull | None = None
+        self._kv_bytes = -1.0
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of KV of a token."""
+        if self._kv_bytes < 0.0:
+            self._kv_bytes = self.view.info.kv_bytes_per_token
+        return self._kv_bytes
 
     def own_s(self, tokens: int, saved: int | None = None) -> float:
         """Seconds to compute the first `tokens` of the prompt, without the queue. saved: those that it has then; None:
@@ -425,7 +433,7 @@ class DecodeSide:
         out = prefill.view.info.rates.link
         if out is not None and out.bytes_s < bytes_s:
             bytes_s = out.bytes_s
-        return waits_s, tokens * prefill.view.info.kv_bytes_per_token / bytes_s + link.latency_s
+        return waits_s, tokens * prefill.kv_bytes / bytes_s + link.latency_s
 
 
 def _occupancy(view: InstanceView, seats: int, token: StepForm, tokens: float, spread_s: float) -> _Occupancy:

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, TypeVar, cast
 
 from shared.domain.cluster import ClusterDelta, ClusterState
-from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
+from shared.domain.instance import ClusterView, InstanceInfo, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.errors import Unavailable
@@ -99,8 +99,8 @@ def pressure_s(view: InstanceView) -> float:
     info, load = view.info, view.load
     rates, seats = info.rates.step or UNKNOWN_STEPS, info.max_seqs or load.decoding + 1
     running = min(load.decoding + 1, seats)
-    context = (load.context_tokens + TYPICAL_TOKENS) * running / (load.decoding + 1)
-    step_s = rates.token_s(running, context)
+    context, form = (load.context_tokens + TYPICAL_TOKENS) * running / (load.decoding + 1), rates.decode
+    step_s = (form.fixed_s + form.sequence_s * running + form.context_s * context) / rates.gain
     waits = (load.decoding + 1 - running) / seats
     short = load.waiting_tokens + TYPICAL_TOKENS - load.free_blocks * info.block_size
     if short > 0:
@@ -182,6 +182,7 @@ class _SpeedClasses:
         """entries: the class of speed and the key (figure in seconds, tie-break, instance id) of each instance."""
         self._keys: dict[str, Key] = {}
         self._class_of: dict[str, int] = {}
+        self._infos: dict[str, InstanceInfo] = {}  # by which the classes were found
         self._order: dict[int, list[Key]] = {}
         for speed, key in entries:
             instance_id = key[2]
@@ -214,9 +215,14 @@ class _SpeedClasses:
     def _move(self, speed: int, key: Key) -> None:
         """Give an instance another class and key."""
         instance_id = key[2]
-        keys = self._order[self._class_of[instance_id]]
-        del keys[bisect_left(keys, self._keys[instance_id])]
-        self._add(speed, key)
+        known, before = self._class_of[instance_id], self._keys[instance_id]
+        keys = self._order[known]
+        del keys[bisect_left(keys, before)]
+        if speed != known:
+            self._class_of[instance_id] = speed
+            keys = self._order.setdefault(speed, [])
+        self._keys[instance_id] = key
+        insort(keys, key)
 
     def _add(self, speed: int, key: Key) -> None:
         instance_id = key[2]
@@ -226,6 +232,7 @@ class _SpeedClasses:
     def _drop(self, instance_id: str) -> None:
         keys = self._order[self._class_of.pop(instance_id)]
         del keys[bisect_left(keys, self._keys.pop(instance_id))]
+        self._infos.pop(instance_id, None)
 
 
 class Backlog(_SpeedClasses):
@@ -247,7 +254,7 @@ class Backlog(_SpeedClasses):
 
     def _entry(self, view: InstanceView, per_token_s: float, per_job_s: float, tie: float) -> tuple[int, Key]:
         instance_id, load, per_token_s = view.info.instance_id, view.load, per_token_s or self._unknown_s
-        self._rates[instance_id] = per_token_s, per_job_s
+        self._rates[instance_id], self._infos[instance_id] = (per_token_s, per_job_s), view.info
         waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
         return speed_class(per_token_s), (waits_s, tie, instance_id)
 
@@ -268,8 +275,15 @@ class Backlog(_SpeedClasses):
         Returns False when the instance's speed has become measured or unmeasured: then the median that stands for
         unmeasured speeds is wrong, and the backlog has to be built again.
         """
-        key = self._keys.get(view.info.instance_id)
+        info = view.info
+        instance_id = info.instance_id
+        key = self._keys.get(instance_id)
         if key is None:
+            return True
+        if self._infos[instance_id] is info and self._speed is prefill_rate:  # which depends on nothing else
+            (per_token_s, per_job_s), load = self._rates[instance_id], view.load
+            waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
+            self._move(self._class_of[instance_id], (waits_s, key[1] if tie is None else tie, instance_id))
             return True
         per_token_s, per_job_s = self._speed(view)
         if (per_token_s > 0) is (key[2] in self._unmeasured):
@@ -300,22 +314,25 @@ class Pressures(_SpeedClasses):
     """Decode instances by speed and by `pressure_s`."""
 
     def __init__(self, views: Iterable[InstanceView], rng: Random) -> None:
-        super().__init__(
-            (_decode_class(view), (pressure_s(view), rng.random(), view.info.instance_id)) for view in views
-        )
+        super().__init__((self._class(view), (pressure_s(view), rng.random(), view.info.instance_id)) for view in views)
 
     def refresh(self, view: InstanceView, tie: float | None = None) -> None:
         """Apply a changed load, and with another tie-break changed rates; unknown instances are ignored."""
         key = self._keys.get(view.info.instance_id)
         if key is not None:
-            speed = self._class_of[key[2]] if tie is None else _decode_class(view)
+            known = tie is None or self._infos.get(key[2]) is view.info
+            speed = self._class_of[key[2]] if known else self._class(view)
             self._move(speed, (pressure_s(view), key[1] if tie is None else tie, key[2]))
 
     def insert(self, view: InstanceView, tie: float) -> None:
-        self._add(_decode_class(view), (pressure_s(view), tie, view.info.instance_id))
+        self._add(self._class(view), (pressure_s(view), tie, view.info.instance_id))
 
     def remove(self, instance_id: str) -> None:
         self._drop(instance_id)
+
+    def _class(self, view: InstanceView) -> int:
+        self._infos[view.info.instance_id] = view.info
+        return speed_class((view.info.rates.step or UNKNOWN_STEPS).token_s(1, 0))
 
 
 class ClusterIndex:
@@ -533,10 +550,6 @@ def _has_prefill_role(view: InstanceView | None) -> bool:
     return view is not None and view.role is Role.PREFILL
 
 
-def _decode_class(view: InstanceView) -> int:
-    return speed_class((view.info.rates.step or UNKNOWN_STEPS).token_s(1, 0))
-
-
 def _with(view: InstanceView, more: Assignment) -> InstanceView:
     """The instance with an assignment counted in its load."""
     load, block_size = view.load, max(1, view.info.block_size)
@@ -692,6 +705,8 @@ class LoadTracker:
     def _pending(self, view: InstanceView) -> Iterable[Assignment]:
         """The assignments that the load of an instance does not show yet."""
         instance_id = view.info.instance_id
+        if instance_id not in self._recent and not view.load.promised and not self.ledger.coming_to(instance_id):
+            return ()
         recent, coming = self._unseen(instance_id, view.load), self.ledger.coming_to(instance_id)
         if coming and view.load.accepted:
             accepted = frozenset(view.load.accepted)
