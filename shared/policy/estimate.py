@@ -100,9 +100,11 @@ class JobContext:
     errors: EstimateErrors | None = None
     weight: float = field(init=False)
     certain: bool = field(init=False)  # no estimate is known to be far off: costs of times are plain `slo_cost`s
+    gap_s: float = field(init=False)  # of `others`, where a step yields one token
 
     def __post_init__(self) -> None:
         self.weight = self.others.weight / self.job.slo.weight
+        self.gap_s = gap_target_s(self.others)
         self.certain = self.errors is None or not self.errors.doubtful
 
     @classmethod
@@ -284,7 +286,8 @@ class DecodeSide:
         self.gain = gain = rates.gain
         self.chunk_s = chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * running_context
         full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
-        if context.limited and full_s > MARGIN * (gap_s := gap_target_s(slo, gain)):
+        gap_s = context.gap_s if gain == 1.0 else gap_target_s(slo, gain)
+        if context.limited and full_s > MARGIN * gap_s:
             budget = prefill_tokens(rates, StepLoad(running, running_context, gap_s), budget)
             full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         self.budget, self.full_s, self.token_s = budget, full_s, full_s / budget
