@@ -50,8 +50,9 @@ from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 
 SIZES = (10, 100, 1_000)
-WINDOW_S, SETTLE_S, READY_S = 8.0, 3.0, 60.0
+WINDOW_S, SETTLE_S, READY_S, READY_EACH_S = 8.0, 3.0, 60.0, 0.05
 SILENCE_S = 30.0  # of a peer: on a busy machine a process may stand still, which is no loss here
+QUIET_S = 3.0  # without heartbeats, likewise
 FILES, SPARE_FILES = 6, 500  # of the monitor for an instance: four of its RPC, its heartbeats, broadcasts; and others
 PLACE_PER_S, OPEN = 100.0, 100  # placements, and jobs of them that are not over
 AIMS = {
@@ -122,7 +123,7 @@ class Control:
         try:
             feed = ClusterFeed(sockets, self.monitor.broadcast_address, cluster.apply)
             try:
-                await until(ready, READY_S, f"{size} instances", poll_s=0.02)
+                await until(ready, READY_S + READY_EACH_S * size, f"{size} instances", poll_s=0.02)
             finally:
                 feed.close()
         finally:
@@ -145,6 +146,7 @@ async def running(size: int, before: Callable[[str], Awaitable[None]] | None = N
             database_url=database,
             cluster_token=SecretStr("open"),
             peer_silence_s=SILENCE_S,
+            silence_s=QUIET_S,
         )
         scheduler = SchedulerSettings(
             peer_silence_s=SILENCE_S,
@@ -388,7 +390,7 @@ class _Instance:
             rates=RATES[number // 2 % len(RATES)],
         )
         self.known = False
-        self._beats, self._beat_mono_s = number, 0.0  # instances differ
+        self._number, self._beats, self._beat_mono_s = number, 0, 0.0
         self._unchanged_s = max(UNCHANGED_BEAT_S, options.beat_s)
         self._head, _ = _encoded(
             Heartbeat(self.info.instance_id, self.info.generation, self.role, False, _load(self.role, 0))
@@ -410,7 +412,7 @@ class _Instance:
             return
         self._beat_mono_s = now_mono_s
         self._beats += busy
-        rest = _rests(self.role)[self._beats % LOADS]
+        rest = _rests(self.role)[(self._number + self._beats) % LOADS if self._beats else 0]  # 0: no work
         self._publisher.publish(msgspec.Raw(self._head + when + rest))
 
     def _on_unknown(self, generation: int) -> None:
