@@ -57,7 +57,6 @@ PLAIN = {
     "kv": "KV transfer between two processes, compared with a plain socket.",
     "kv_engines": "KV transfer between two real engines, by transport.",
     "kv_memory": "KV memory and KV on the wire of models with sliding windows, compared with plain vLLM.",
-    "control": "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, traffic, placement, a restart.",
     "policy": "The time of one decision of each policy with 10, 100 and 1,000 instances.",
     "overload": "Interactive and batch requests at twice the capacity, with and without overload control.",
     "traces": "5,000 traced requests: time to the first token outside all spans, dropped spans, overhead.",
@@ -106,6 +105,18 @@ def bench_overhead(
 ) -> None:
     """The suite's own CPU time per request and token, and the TTFT it adds, compared with vLLM's API layer alone."""
     _measure("overhead", as_json, tuple(streams or ()), full=full, one_process=one_process)
+
+
+@bench_app.command("control")
+def bench_control(
+    instances: Annotated[
+        list[int] | None,
+        typer.Option(min=2, help="A number of instances; may be repeated. Default: 10, 100 and 1,000."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Monitor and scheduler with 10, 100 and 1,000 instances: CPU, traffic, placement, a restart."""
+    _measure("control", as_json, tuple(instances or ()))
 
 
 @bench_app.command("soak")

@@ -114,7 +114,7 @@ def run_dashboard_bench(sizes: tuple[int, ...] = SIZES, busy: bool = False) -> R
 
 async def _measure(size: int) -> Figures:
     async with running(size, fill) as control, _dashboard(control) as url, _chromium() as browser:
-        control.fleet.send("busy")
+        control.busy()
         figures = await _visits(browser, url, {name: page for name, page in PAGES.items() if not page.suite})
         one = await _sessions(browser, url, control, 1)
         several = await _sessions(browser, url, control, SESSIONS)
@@ -209,7 +209,7 @@ async def _sessions(browser: Browser, url: str, control: Control, sessions: int)
         await page.goto(url)
         await page.locator("#root .pp-verdict").wait_for(timeout=SHOWN_MS)
     await asyncio.sleep(WINDOW_S / 4)
-    used = await cores(control.pids("dashboard"), WINDOW_S)
+    used = await cores({"dashboard": control.pids["dashboard"]}, WINDOW_S)
     for context in contexts:
         await context.close()
     return used["dashboard"]

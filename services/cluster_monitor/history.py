@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
 from math import ceil
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,7 +39,8 @@ from shared.wire.api.monitor import History as HistoryAnswer
 LOADS_S = 5.0  # samples that share a transaction
 SERVED_S = 1.0  # between two looks at what was served, whose rows are written in the same wake-up
 OPEN_EVERY = 10  # samples between two writes of the steps that are under way
-_LOAD_COLUMNS = {column.name for column in loads.columns} & set(InstanceLoad.__struct_fields__) - {"time_s"}
+_LOAD_COLUMNS = sorted({column.name for column in loads.columns} & set(InstanceLoad.__struct_fields__) - {"time_s"})
+_load_values = attrgetter(*_LOAD_COLUMNS)
 _SERVED_COLUMNS = {column.name for column in served_table.columns} & set(Served.__struct_fields__)
 
 
@@ -67,7 +69,7 @@ class History:
         records = list(self._registry.all())
         for record in records:
             if record.alive:
-                load = {name: getattr(record.load, name) for name in _LOAD_COLUMNS}
+                load = dict(zip(_LOAD_COLUMNS, _load_values(record.load), strict=True))
                 row = {"instance_id": record.instance_id, "time_s": now, "role": record.role.value}
                 row["state"] = record.state.value
                 self._store.put(loads, row | load, within_s=until_next(LOADS_S))

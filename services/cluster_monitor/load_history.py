@@ -48,12 +48,16 @@ class _Step:
         self.samples = 0
         self.totals = Totals()
         self._rows: dict[str, int] = {}
+        self._last: Sequence[tuple[str, str, str]] = ()
+        self._last_rows = np.zeros(0, np.intp)  # of `_last`
         self._who: list[tuple[str, str, str]] = []
         self._sums = np.zeros((0, len(FIGURES)))
         self._counts = np.zeros((0, 1))
 
     def add(self, who: Sequence[tuple[str, str, str]], values: NDArray[np.float64], alive: NDArray[np.bool_]) -> None:
-        rows = np.fromiter((self._row(one) for one in who), np.intp, len(who))
+        if who != self._last:
+            self._last, self._last_rows = who, np.fromiter((self._row(one) for one in who), np.intp, len(who))
+        rows = self._last_rows
         if (more := len(self._rows) - len(self._counts)) > 0:
             self._sums = np.concatenate((self._sums, np.zeros((more, len(FIGURES)))))
             self._counts = np.concatenate((self._counts, np.zeros((more, 1))))
@@ -80,12 +84,14 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
+        self._roles = (list[tuple[str, str, str]](), dict[Role, list[int]](), dict[Role, int]())
 
     def sample(self, views: Iterable[InstanceView], now: float) -> list[LoadStep]:
         """Add a sample at `now` (unix seconds); returns the steps that ended before it."""
         over = []
         some = list(views)
-        who = [(view.info.instance_id, view.role.value, view.state.value) for view in some]
+        who: list[tuple[str, str, str]] = [(view.info.instance_id, view.role, view.state) for view in some]
+        there, ready = self._of_roles(who, some)
         values = np.array([_values(view) for view in some], np.float64).reshape(len(some), len(FIGURES))
         alive = np.fromiter((view.state is not InstanceState.DEAD for view in some), np.bool_, len(some))
         for step_s in STEPS_S:
@@ -95,8 +101,22 @@ class LoadBook:
                 over += [step.seen()] if step is not None else []
                 step = self._steps[step_s] = _Step(step_s, start_s)
             step.add(who, values, alive)
-            _add_up(step.totals, some, values)
+            _add_up(step.totals, there, ready, values)
         return over
+
+    def _of_roles(
+        self, who: list[tuple[str, str, str]], views: Sequence[InstanceView]
+    ) -> tuple[dict[Role, list[int]], dict[Role, int]]:
+        """The positions of the instances of each role that are not dead, and how many of them are ready."""
+        known, there, ready = self._roles
+        if who != known:
+            there = {role: list[int]() for role in Role}
+            for at, view in enumerate(views):
+                if view.state is not InstanceState.DEAD:
+                    there[view.role].append(at)
+            ready = {role: sum(views[at].state is InstanceState.READY for at in each) for role, each in there.items()}
+            self._roles = who, there, ready
+        return there, ready
 
     def open(self) -> list[LoadStep]:
         return [step.seen() for step in self._steps.values()]
@@ -114,12 +134,12 @@ def kv_used(view: InstanceView) -> float:
     return view.load.kv_used_share(view.info.total_blocks)
 
 
-def _add_up(totals: Totals, views: Sequence[InstanceView], values: NDArray[np.float64]) -> None:
-    for role in Role:
-        there = [at for at, view in enumerate(views) if view.role is role and view.state is not InstanceState.DEAD]
-        ready = sum(views[at].state is InstanceState.READY for at in there)
+def _add_up(
+    totals: Totals, of_role: dict[Role, list[int]], ready: dict[Role, int], values: NDArray[np.float64]
+) -> None:
+    for role, there in of_role.items():
         name = role.value
-        setattr(totals, f"ready_{name}", getattr(totals, f"ready_{name}") + ready)
+        setattr(totals, f"ready_{name}", getattr(totals, f"ready_{name}") + ready[role])
         if not there:
             continue
         its = values[there]

@@ -132,6 +132,7 @@ def judge(situation: Situation, thresholds: Thresholds) -> Verdict:
         *_capacity(situation, thresholds),
         *_transfers(situation, thresholds),
     ]
+    now = _jobs_by_stage(situation.instances)
     explained = (_with_cause(problem, situation, found, thresholds) for problem in found)
     problems = tuple(sorted(explained, key=lambda one: (_SEVERITY[one.level], _ORDER.index(one.what))))
     level = _level(situation, problems)
@@ -140,7 +141,7 @@ def judge(situation: Situation, thresholds: Thresholds) -> Verdict:
         level=level,
         headline=_headline(level, situation, problems, counts),
         problems=problems,
-        chain=tuple(_link(stage, situation, problems) for stage in Stage),
+        chain=tuple(_link(stage, now[stage], situation, problems) for stage in Stage),
         counts=counts,
         window_s=situation.window_s,
         requests=ended(situation),
@@ -207,9 +208,8 @@ def _met(situation: Situation) -> str:
     return f", TTFT met by {ttft:.0f} %, TPOT by {tpot:.0f} %, ITL by {itl:.0f} %"
 
 
-def _link(stage: Stage, situation: Situation, problems: Sequence[Problem]) -> Link:
+def _link(stage: Stage, now: int, situation: Situation, problems: Sequence[Problem]) -> Link:
     seen = situation.stages.get(stage)
-    now = sum(_there(stage, one) for one in situation.instances)
     levels = [problem.level for problem in problems if problem.stage is stage]
     calm = Level.GOOD if now or seen is not None else Level.IDLE
     level = min(levels, key=_SEVERITY.__getitem__, default=calm)
@@ -219,22 +219,27 @@ def _link(stage: Stage, situation: Situation, problems: Sequence[Problem]) -> Li
     return Link(stage, seen.requests, seen.p50_s, seen.p99_s, share, now, level)
 
 
-def _there(stage: Stage, one: Standing) -> int:
-    """Number of an instance's jobs that are in a stage now."""
-    if one.state in (InstanceState.DEAD, InstanceState.STARTING):
-        return 0
-    prefills = one.role is Role.PREFILL
-    computed = min(one.running, one.queued_prefill) if prefills else 0
-    match stage:
-        case Stage.QUEUE:
-            return one.queued_prefill - computed if prefills else 0
-        case Stage.PREFILL:
-            return computed
-        case Stage.TRANSFER:
-            return 0 if prefills else one.importing
-        case Stage.DECODE_QUEUE:
-            return 0 if prefills else max(0, one.waiting - one.importing)
-    return 0 if prefills else one.running
+def _jobs_by_stage(instances: Iterable[Standing]) -> dict[Stage, int]:
+    """Number of jobs that are in each stage now."""
+    queue = prefill = transfer = decode_queue = decode = 0
+    for one in instances:
+        if one.state is InstanceState.DEAD or one.state is InstanceState.STARTING:
+            continue
+        if one.role is Role.PREFILL:
+            computed = min(one.running, one.queued_prefill)
+            prefill += computed
+            queue += one.queued_prefill - computed
+        else:
+            transfer += one.importing
+            decode_queue += max(0, one.waiting - one.importing)
+            decode += one.running
+    return {
+        Stage.QUEUE: queue,
+        Stage.PREFILL: prefill,
+        Stage.TRANSFER: transfer,
+        Stage.DECODE_QUEUE: decode_queue,
+        Stage.DECODE: decode,
+    }
 
 
 # The checks: each yields the problems of one aspect.

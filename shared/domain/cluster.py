@@ -69,7 +69,17 @@ class ClusterState:
         """Whether a delta that is not applied yet adds or removes an instance, or changes a role, state or
         adapter.
         """
-        return bool(delta.whole or delta.gone) or any(self._moved(view) for view in delta.changed)
+        return delta.whole or bool(self.moving(delta))
+
+    def moving(self, delta: ClusterDelta) -> dict[str, InstanceView | None]:
+        """The instances that a delta which is not applied yet, and not whole, adds or removes, or whose role, state or
+        adapters it changes: by id their views before it, None for new ones.
+        """
+        found = {instance_id: self._views.get(instance_id) for instance_id in delta.gone}
+        for view in delta.changed:
+            if self._moved(view):
+                found[view.info.instance_id] = self._views.get(view.info.instance_id)
+        return found
 
     def view(self) -> ClusterView:
         """The current view; built on demand, O(instances)."""

@@ -222,6 +222,10 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
         share of its time by more than `DRIFT_OF_TIME`. Free blocks may move by `DRIFT_OF_FREE` of what was free at
         most, so that an instance whose memory becomes full is known as full.
         """
+        if (
+            self.running != known.running or self.inflight != known.inflight
+        ):  # also below: the usual case, found quickly
+            return True
         same = msgspec.structs.replace(
             self,
             time_s=known.time_s,

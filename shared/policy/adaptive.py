@@ -5,6 +5,7 @@ The candidates come from the routing index, the options and their costs from `es
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from typing import ClassVar
 
@@ -87,17 +88,20 @@ class Adaptive(JointPlacement):
             views = [chosen.instance] if chosen is not None else []
         if not views:
             return None
-        prefills = [
-            PrefillSide(view, *_saved(job, index, view, holders, hosted))
-            for view in ([] if index.coupled else _prefill_candidates(job, index, holders, exclude, self.candidates))
-        ]
+        places = [] if index.coupled else _prefill_candidates(job, index, holders, exclude, self.candidates)
+        if holders:
+            prefills = [PrefillSide(view, *_saved(job, index, view, holders, hosted)) for view in places]
+        else:
+            prefills = [PrefillSide(view) for view in places]
         spread_s = mean_wait_s(prefills)
         context = JobContext.learned(job, index.ledger, now, limited=index.limited, spread_s=spread_s)
-        mixed = _mixed_shares(views, holders) if index.coupled and holders else {}
-        decodes = []
-        for view in views:
-            saved, loaded = _saved(job, index, view, holders, hosted)
-            decodes.append(DecodeSide(view, context, saved, mixed.get(view.info.instance_id), loaded))
+        if holders:
+            mixed, decodes = _mixed_shares(views, holders) if index.coupled else {}, []
+            for view in views:
+                saved, loaded = _saved(job, index, view, holders, hosted)
+                decodes.append(DecodeSide(view, context, saved, mixed.get(view.info.instance_id), loaded))
+        else:
+            decodes = [DecodeSide(view, context) for view in views]
         pulls = (
             holders_of(index, holders, exclude, hosted or {}) if self.pull and holders and not job.local_only else []
         )
@@ -118,16 +122,14 @@ class Adaptive(JointPlacement):
         best = best_of(decodes)
         if best.hold_s > HOLD_S and job.can_wait and not job.begun:
             best = _best_with_room(job, best_of, decodes) or best
-        looked_at: Figures = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
-        kept: Figures = {"keep_tokens": best.keep_tokens} if best.keep_tokens else {}
-        figures = {
-            "split": best.split,
-            **kept,
-            **best.figures,
-            **looked_at,
-            **_comparison(best, index),
-            **_pulls(best, pulls),
-        }
+        figures: Figures = {"split": best.split}
+        if best.keep_tokens:
+            figures["keep_tokens"] = best.keep_tokens
+        figures |= best.figures
+        figures["prefill_candidates"], figures["decode_candidates"] = len(prefills), len(decodes)
+        figures |= _comparison(best, index, prefills)
+        if pulls:
+            figures |= _pulls(best, pulls)
         choice = _choice(best, (Reason("placement:adaptive", figures),))
         if last:
             candidates = {view.info.instance_id for view in (*views, *(side.view for side in prefills))}
@@ -186,7 +188,10 @@ def _without_history(job: JobView, bound: int = 0) -> JobContext:
 def _prefill_candidates(
     job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: InstanceIds, count: int
 ) -> list[InstanceView]:
-    found = {view.info.instance_id: view for view in _soonest(job, index, exclude, count)}
+    soonest = _soonest(job, index, exclude, count)
+    if not holders:
+        return soonest
+    found = {view.info.instance_id: view for view in soonest}
     found |= _usable_holders(holders, index.prefill, context_of(job, Role.PREFILL), exclude)
     return list(found.values())
 
@@ -204,7 +209,7 @@ def _decode_candidates(
     found = {instance_id: view for _, instance_id, view in least[:count]}
     if index.coupled:  # they compute all prompts, too
         found |= {view.info.instance_id: view for view in _soonest(job, index, exclude, 1)}
-    holding = _usable_holders(holders, index.decode, context, exclude)
+    holding = _usable_holders(holders, index.decode, context, exclude) if holders else {}
     found |= holding
     for _ in range(RANDOM_DECODES - len(holding)):
         view = views[int(rng.random() * len(views))]
@@ -337,7 +342,7 @@ def _choice(best: Option, reasons: tuple[Reason, ...]) -> Choice:
     return Choice(best.prefill.view, reasons, decode=view, split=best.split, estimate=best, has_room=has_room)
 
 
-def _comparison(best: Option, index: ClusterIndex) -> Figures:
+def _comparison(best: Option, index: ClusterIndex, prefills: Sequence[PrefillSide]) -> Figures:
     """For people: the queue and the held prefix where the prompt begins, and the prefill instance with the next
     shortest queue; two of each class of speed are looked at.
     """
@@ -354,16 +359,19 @@ def _comparison(best: Option, index: ClusterIndex) -> Figures:
         figures |= {"host_tokens": side.loaded, "host_load_s": round(load_s, 6)}
     if prefill is None:
         return figures
-    waiting = (
-        (waits_s, instance_id)
-        for keys in index.backlog.classes()
-        for waits_s, _, instance_id in keys[:2]
-        if instance_id != prefill.instance_id
-    )
-    _, runner_up = min(waiting, key=lambda one: one[0], default=(0.0, ""))
-    view = index.prefill.get(runner_up)
-    if view is not None:
-        figures |= {"runner_up": runner_up, "runner_up_wait_s": round(PrefillSide(view).wait_s, 4)}
+    chosen, least_s, runner_up = prefill.instance_id, inf, ""
+    for keys in index.backlog.classes():
+        for waits_s, _, instance_id in keys[:2]:
+            if instance_id != chosen:
+                if waits_s < least_s or (waits_s == least_s and instance_id < runner_up):
+                    least_s, runner_up = waits_s, instance_id
+                break
+    if runner_up:
+        known = next((side for side in prefills if side.instance_id == runner_up), None)
+        if known is None and (view := index.prefill.get(runner_up)) is not None:
+            known = PrefillSide(view)
+        if known is not None:
+            figures |= {"runner_up": runner_up, "runner_up_wait_s": round(known.wait_s, 4)}
     return figures
 
 

@@ -95,7 +95,8 @@ class ClassDemand:
         if met is None:
             return
         one.stays += 1
-        one.stay_s += (now - placed_s - one.stay_s) / min(one.stays, MEAN_OVER)
+        stay_s = max(0.0, now - placed_s)  # a host's clock may have been set back
+        one.stay_s += (stay_s - one.stay_s) / min(one.stays, MEAN_OVER)
         one.margin = MARGIN.after(one.margin, met)
         one.yield_share = YIELD.after(one.yield_share, met)
 

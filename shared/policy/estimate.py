@@ -8,7 +8,7 @@ for other requests the same as far as the job changes it. `options` lists the op
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, log
+from math import ceil, exp, inf, log
 from operator import attrgetter
 from random import Random
 
@@ -99,9 +99,13 @@ class JobContext:
     now: float = 0.0
     errors: EstimateErrors | None = None
     weight: float = field(init=False)
+    certain: bool = field(init=False)  # no estimate is known to be far off: costs of times are plain `slo_cost`s
+    gap_s: float = field(init=False)  # of `others`, where a step yields one token
 
     def __post_init__(self) -> None:
         self.weight = self.others.weight / self.job.slo.weight
+        self.gap_s = gap_target_s(self.others)
+        self.certain = self.errors is None or not self.errors.doubtful
 
     @classmethod
     def learned(
@@ -152,7 +156,7 @@ class PrefillSide:
     """
 
     __slots__ = (
-        *("chunk", "form", "instance_id", "jobs", "kv_bytes", "load_token_s", "loaded", "pull", "saved", "sends_s"),
+        *("_kv_bytes", "chunk", "form", "instance_id", "jobs", "load_token_s", "loaded", "pull", "saved", "sends_s"),
         *("view", "wait_s"),
     )
 
@@ -166,9 +170,16 @@ class PrefillSide:
         queued = load.queued_prefill_tokens
         mean = queued / max(1, self.jobs)
         self.wait_s = queued * (form.token_s + form.position_s * mean / 2.0 + form.fixed_s / self.chunk)
-        self.kv_bytes = info.kv_bytes_per_token
         self.sends_s = load.staged_bytes / link.bytes_s if link is not None else 0.0  # what it holds for others
         self.pull: Pull | None = None
+        self._kv_bytes = -1.0
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of KV of a token."""
+        if self._kv_bytes < 0.0:
+            self._kv_bytes = self.view.info.kv_bytes_per_token
+        return self._kv_bytes
 
     def own_s(self, tokens: int, saved: int | None = None) -> float:
         """Seconds to compute the first `tokens` of the prompt, without the queue. saved: those that it has then; None:
@@ -234,6 +245,12 @@ class DecodeSide:
     the queue. pull: what it could pull if it computes the whole job, and is considered.
     """
 
+    __slots__ = (
+        *("after_s", "alone_s", "behind_s", "beside_s", "budget", "chunk_s", "context", "cost_now", "form", "full_s"),
+        *("gain", "inbound_s", "link", "load_s", "loaded", "memory", "mixed", "over", "pull", "queued_jobs", "room_s"),
+        *("running", "running_context", "saved", "step_s", "token_s", "view", "wait_s"),
+    )
+
     def __init__(
         self, view: InstanceView, context: JobContext, saved: int = 0, mixed: float | None = None, loaded: int = 0
     ) -> None:
@@ -263,24 +280,28 @@ class DecodeSide:
 
         # A step that computes prompts beside the decodes: `budget` prompt tokens take `token_s` each.
         self.form = form = rates.mixed if running else rates.prefill
-        budget = max(1, info.chunk_size - running)
-        self.chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * running_context
-        full_s = self.chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
-        if context.limited and full_s > MARGIN * (gap_s := gap_target_s(slo, rates.gain)):
+        budget = info.chunk_size - running
+        if budget < 1:
+            budget = 1
+        self.gain = gain = rates.gain
+        self.chunk_s = chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * running_context
+        full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
+        gap_s = context.gap_s if gain == 1.0 else gap_target_s(slo, gain)
+        if context.limited and full_s > MARGIN * gap_s:
             budget = prefill_tokens(rates, StepLoad(running, running_context, gap_s), budget)
-            full_s = self.chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
+            full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         self.budget, self.full_s, self.token_s = budget, full_s, full_s / budget
         queued_steps = load.queued_prefill_tokens / budget
         if mixed is None:
-            mixed = max(load.prefill_share, min(1.0, queued_steps / own.brief))
+            mixed = max(load.prefill_share, min(1.0, queued_steps / own.brief)) if queued_steps else load.prefill_share
         self.wait_s, self.mixed = queued_steps * full_s, mixed  # until the queued prompts are computed
-        self.gain = rates.gain
-        self.beside_s = mixed * max(0.0, full_s - step_s) / rates.gain  # a token's share of what prompts add to steps
+        # A token's share of what prompts add to steps.
+        self.beside_s = mixed * (full_s - step_s) / gain if full_s > step_s else 0.0
         self.cost_now = slo_cost((now_s + self.beside_s) / slo.tpot_s) if running else 0.0  # of each decode there
 
         # Room: `room_s` until there is room for the job's KV to its end, and a seat; `behind_s` by which those who wait
         # for room wait longer; `memory` the cost of memory that is promised twice.
-        takes, fits_s = takes_tokens(view, prompt, saved), 0.0
+        takes, fits_s = takes_tokens(view, prompt, saved) if saved > 0 else prompt, 0.0
         self.room_s = self.behind_s = 0.0
         self.memory = EVEN * load.kv_used_share(info.total_blocks)
         kept: Kept = context.kept.get(info.instance_id, ()) if context.kept else ()
@@ -340,7 +361,8 @@ class DecodeSide:
         nothing is computed elsewhere.
         """
         slo, usual = self.context.others, self.context.usual
-        saved = self.saved if saved is None else saved
+        if saved is None:
+            saved = self.saved
         load_s = self.load_s if saved else 0.0
         if pull is not None:
             saved = pull.tokens
@@ -349,8 +371,11 @@ class DecodeSide:
         others = rest_s = 0.0
         stall_s = load_s  # by which the decodes there are delayed
         if rest > 0:
-            own_s = self._rest_s(before, rest) + load_s
-            stall_s = max(0.0, own_s - -(-rest // self.budget) * self.step_s)
+            form, steps = self.form, -(-rest // self.budget)
+            own_s = steps * self.chunk_s + rest * (form.token_s + form.position_s * (before + rest / 2.0)) + load_s
+            stall_s = own_s - steps * self.step_s
+            if stall_s < 0.0:
+                stall_s = 0.0
             rest_s = self.wait_s + own_s
             if self.queued_jobs:
                 others = self.queued_jobs * (slo_cost(rest_s / slo.ttft_s) - slo_cost(self.wait_s / slo.ttft_s))
@@ -421,7 +446,7 @@ def _occupancy(view: InstanceView, seats: int, token: StepForm, tokens: float, s
     Little's law.
     """
     load = view.load
-    free = load.free_blocks * view.info.block_size - load.waiting_tokens
+    free: float = load.free_blocks * view.info.block_size - load.waiting_tokens
     if spread_s <= 0.0 or not load.coming:
         return load.decoding, load.context_tokens, free
     running = min(load.decoding, seats)
@@ -538,17 +563,27 @@ def own_costs(context: JobContext, computes: str, decodes: str, ttft_s: float, t
     """The costs of the job's own times. computes, decodes: the instances by which they are estimated."""
     slo, errors = context.job.slo, context.errors
     ttft, tpot = ttft_s / slo.ttft_s, tpot_s / slo.tpot_s
-    if errors is None or not errors.doubtful:
+    if context.certain:
         return slo_cost(ttft), slo_cost(tpot)
+    assert errors is not None
     doubt = errors.doubt
     return doubtful_cost(ttft, doubt(What.TTFT, computes)), doubtful_cost(tpot, doubt(What.TPOT, decodes))
 
 
 def local(decode: DecodeSide, terms: DecodeTerms) -> Option:
     """The decode instance computes the whole job; `terms` are those of `decode` with nothing computed elsewhere."""
+    option = _local_below(decode, terms, inf)
+    assert option is not None
+    return option
+
+
+def _local_below(decode: DecodeSide, terms: DecodeTerms, least: float) -> Option | None:
+    """`local`; None where its total is not below that. With an infinite `least` there is always an option."""
     context, name, ttft_s = decode.context, decode.view.info.instance_id, terms.room_s + terms.rest_s
     own_ttft, own_tpot = own_costs(context, name, name, ttft_s, terms.tpot_s)
     total = own_ttft + own_tpot + context.weight * (terms.others + terms.memory)
+    if total >= least < inf:
+        return None
     return Option(
         total=total,
         prefill=None,
@@ -567,14 +602,26 @@ def local(decode: DecodeSide, terms: DecodeTerms) -> Option:
 
 def pair(prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerms) -> Option:
     """The prefill instance computes a part of the prompt, or all of it, and the decode instance the rest."""
+    option = _pair_below(prefill, part, decode, terms, inf)
+    assert option is not None
+    return option
+
+
+def _pair_below(
+    prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerms, least: float
+) -> Option | None:
+    """`pair`; None where its total is not below that. With an infinite `least` there is always an option."""
     context = decode.context
     job, slo, others = context.job, context.job.slo, context.others
     ttft_s, tpot_s = part.ready_s, terms.tpot_s
     waits_s, moves_s = decode.transfer_s(prefill, part.tokens - decode.saved_beside(prefill))
     # Chunks are sent while the prompt is computed; the last one after it.
-    arrives_s = max(part.ready_s + moves_s * part.last_share, waits_s + moves_s)
+    ready_s = part.ready_s
+    arrives_s = max(ready_s + moves_s * part.last_share, waits_s + moves_s)
     own_pause = link = 0.0
-    hold_s = max(0.0, terms.room_s - part.begins_s)
+    hold_s = terms.room_s - part.begins_s
+    if hold_s < 0.0:
+        hold_s = 0.0
     if part.tokens >= job.prompt_tokens:
         pause_s = arrives_s - part.ready_s
         ttft_s += hold_s
@@ -595,6 +642,8 @@ def pair(prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerm
     own_ttft, own_tpot = own_costs(context, prefill.instance_id, decode.view.info.instance_id, ttft_s, tpot_s)
     cost_to_others = part.others + link + terms.others + terms.memory
     total = own_ttft + own_tpot + own_pause + context.weight * cost_to_others
+    if total >= least < inf:
+        return None
     return Option(
         total=total,
         prefill=prefill,
@@ -668,7 +717,7 @@ def _kept(prefill: PrefillSide, side: DecodeSide, busy: float, best: Option, tok
 
 
 def options(prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide]) -> list[Option]:
-    """The options worth considering.
+    """The options worth considering, without those of a kind that cost no less than one before them.
 
     They are: each decode instance with the whole prompt; each prefill instance with the whole prompt and the best
     decode instance, and the best prefill instance with each decode instance; and, for the most promising pairs, the
@@ -682,25 +731,27 @@ def options(prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide]) -> l
 
 
 def _local_options(decodes: Sequence[DecodeSide]) -> list[Option]:
-    """Each decode instance, without those whose cost to others alone exceeds the best option's total."""
+    """Each decode instance, if it costs less than those before it."""
     found: list[Option] = []
-    best, weight = float("inf"), decodes[0].context.weight
+    best, weight = inf, decodes[0].context.weight
     for decode in decodes:
         ways = (None,) if decode.pull is None else (None, decode.pull)
         for pull in ways:
             terms = decode.terms(0, pull=pull)
             if weight * (terms.others + terms.memory) - ROUNDING > best:
-                continue
-            option = local(decode, terms)
-            found.append(option)
-            best = min(best, option.total)
+                continue  # its cost to others alone is too high
+            option = _local_below(decode, terms, best)
+            if option is not None:
+                found.append(option)
+                best = option.total
     return found
 
 
 def _whole_prompt_pairs(prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide]) -> list[Option]:
-    """The first prefill instance with each decode instance, the others with the best of these.
+    """The first prefill instance with each decode instance, the others with the best of these: pairs that cost less
+    than those before them.
 
-    A pair is left out when the part of its cost that does not depend on the link exceeds the best total so far.
+    A pair is not computed when the part of its cost that does not depend on the link exceeds the best total so far.
     """
     context = decodes[0].context
     prompt, slo, weight, ttft_s = context.job.prompt_tokens, context.others, context.weight, context.job.slo.ttft_s
@@ -710,26 +761,31 @@ def _whole_prompt_pairs(prefills: Sequence[PrefillSide], decodes: Sequence[Decod
     (prefill, part), *others = parts
     (decode, terms), *more = [(decode, decode.terms(prompt)) for decode in decodes]
     best, partner = pair(prefill, part, decode, terms), (decode, terms)
-    found = [best]
+    found, least, certain, tpot_s = [best], best.total, context.certain, context.job.slo.tpot_s
     surely = slo_cost(part.ready_s / ttft_s) + weight * part.others - ROUNDING
     for decode, terms in more:
-        if surely + weight * (terms.others + terms.memory) > best.total:
+        at_least = surely + weight * (terms.others + terms.memory)
+        if at_least > least or (certain and at_least + slo_cost(terms.tpot_s / tpot_s) > least):
             continue
-        option = pair(prefill, part, decode, terms)
-        found.append(option)
-        if option.total < best.total:
-            best, partner = option, (decode, terms)
+        option = _pair_below(prefill, part, decode, terms, least)
+        if option is not None:
+            found.append(option)
+            least, partner = option.total, (decode, terms)
     decode, terms = partner
     surely = weight * (terms.others + terms.memory) - ROUNDING
+    most = least - (slo_cost(terms.tpot_s / tpot_s) if certain else 0.0)
     for prefill, part in others:
-        if slo_cost(part.ready_s / ttft_s) + weight * part.others + surely <= best.total:
-            found.append(pair(prefill, part, decode, terms))
+        if slo_cost(part.ready_s / ttft_s) + weight * part.others + surely <= most:
+            option = _pair_below(prefill, part, decode, terms, least)
+            if option is not None:
+                found.append(option)
+                least = option.total
     return found
 
 
 def _balanced_pairs(local_options: Sequence[Option], pairs: Sequence[Option]) -> list[Option]:
     """The balanced part on the best prefill instance, with the best decode instance of either list."""
-    best, found = min(pairs, key=total_of), []
+    best, found = pairs[-1], []
     prefill, pull, prompt = best.prefill, best.pull, best.decode.context.job.prompt_tokens
     assert prefill is not None
     partners = {id(one.decode): one.decode for one in (min(local_options, key=total_of), best)}

@@ -1,14 +1,15 @@
 """The routing index: the ready instances of the cluster, in the order in which policies look at them.
 
 `ClusterIndex` holds the ready instances of either role, and, built when first needed, the prefill instances by backlog
-and the decode instances by pressure. Building it costs O(n log n); a decision then looks at a few entries, and booking
-a decision or applying a changed load costs O(log n). `LoadTracker` keeps an index up to date over a stream of
-broadcasts. Everything here is free of clocks and I/O: the caller passes times and random generators in.
+and the decode instances by pressure. Building it costs O(n log n); a decision then looks at a few entries, booking a
+decision or applying a changed load costs O(log n), and an instance that comes, goes or changes its role moves a few
+kilobytes of lists. `LoadTracker` keeps an index up to date over a stream of broadcasts. Everything here is free of
+clocks and I/O: the caller passes times and random generators in.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +21,7 @@ from statistics import median
 from typing import Any, TypeVar, cast
 
 from shared.domain.cluster import ClusterDelta, ClusterState
-from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
+from shared.domain.instance import ClusterView, InstanceInfo, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.errors import Unavailable
@@ -98,8 +99,8 @@ def pressure_s(view: InstanceView) -> float:
     info, load = view.info, view.load
     rates, seats = info.rates.step or UNKNOWN_STEPS, info.max_seqs or load.decoding + 1
     running = min(load.decoding + 1, seats)
-    context = (load.context_tokens + TYPICAL_TOKENS) * running / (load.decoding + 1)
-    step_s = rates.token_s(running, context)
+    context, form = (load.context_tokens + TYPICAL_TOKENS) * running / (load.decoding + 1), rates.decode
+    step_s = (form.fixed_s + form.sequence_s * running + form.context_s * context) / rates.gain
     waits = (load.decoding + 1 - running) / seats
     short = load.waiting_tokens + TYPICAL_TOKENS - load.free_blocks * info.block_size
     if short > 0:
@@ -140,6 +141,28 @@ class ReadySet:
             self._views[at] = view
         return at is not None
 
+    def insert(self, view: InstanceView) -> None:
+        """Add an instance that is not in the set."""
+        at = bisect_left(self._views, view.info.instance_id, key=_by_id)
+        self._views.insert(at, view)
+        self._renumber(at)
+
+    def remove(self, instance_id: str) -> bool:
+        """Remove an instance. Returns False, and does nothing, when it is not in the set."""
+        at = self._at.get(instance_id)
+        if at is None:
+            return False
+        del self._views[at]
+        self._renumber(at, instance_id)
+        return True
+
+    def _renumber(self, first: int, gone: str = "") -> None:
+        known = self._at.copy()  # a copy of this set may share it
+        known.pop(gone, None)
+        for at in range(first, len(self._views)):
+            known[self._views[at].info.instance_id] = at
+        self._at = known
+
     def copy(self) -> "ReadySet":
         """The same instances; work that is booked on one copy does not show in the other."""
         twin = object.__new__(ReadySet)
@@ -159,6 +182,7 @@ class _SpeedClasses:
         """entries: the class of speed and the key (figure in seconds, tie-break, instance id) of each instance."""
         self._keys: dict[str, Key] = {}
         self._class_of: dict[str, int] = {}
+        self._infos: dict[str, InstanceInfo] = {}  # by which the classes were found
         self._order: dict[int, list[Key]] = {}
         for speed, key in entries:
             instance_id = key[2]
@@ -191,10 +215,24 @@ class _SpeedClasses:
     def _move(self, speed: int, key: Key) -> None:
         """Give an instance another class and key."""
         instance_id = key[2]
-        keys = self._order[self._class_of[instance_id]]
-        del keys[bisect_left(keys, self._keys[instance_id])]
+        known, before = self._class_of[instance_id], self._keys[instance_id]
+        keys = self._order[known]
+        del keys[bisect_left(keys, before)]
+        if speed != known:
+            self._class_of[instance_id] = speed
+            keys = self._order.setdefault(speed, [])
+        self._keys[instance_id] = key
+        insort(keys, key)
+
+    def _add(self, speed: int, key: Key) -> None:
+        instance_id = key[2]
         self._keys[instance_id], self._class_of[instance_id] = key, speed
         insort(self._order.setdefault(speed, []), key)
+
+    def _drop(self, instance_id: str) -> None:
+        keys = self._order[self._class_of.pop(instance_id)]
+        del keys[bisect_left(keys, self._keys.pop(instance_id))]
+        self._infos.pop(instance_id, None)
 
 
 class Backlog(_SpeedClasses):
@@ -216,7 +254,7 @@ class Backlog(_SpeedClasses):
 
     def _entry(self, view: InstanceView, per_token_s: float, per_job_s: float, tie: float) -> tuple[int, Key]:
         instance_id, load, per_token_s = view.info.instance_id, view.load, per_token_s or self._unknown_s
-        self._rates[instance_id] = per_token_s, per_job_s
+        self._rates[instance_id], self._infos[instance_id] = (per_token_s, per_job_s), view.info
         waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
         return speed_class(per_token_s), (waits_s, tie, instance_id)
 
@@ -237,8 +275,15 @@ class Backlog(_SpeedClasses):
         Returns False when the instance's speed has become measured or unmeasured: then the median that stands for
         unmeasured speeds is wrong, and the backlog has to be built again.
         """
-        key = self._keys.get(view.info.instance_id)
+        info = view.info
+        instance_id = info.instance_id
+        key = self._keys.get(instance_id)
         if key is None:
+            return True
+        if self._infos[instance_id] is info and self._speed is prefill_rate:  # which depends on nothing else
+            (per_token_s, per_job_s), load = self._rates[instance_id], view.load
+            waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
+            self._move(self._class_of[instance_id], (waits_s, key[1] if tie is None else tie, instance_id))
             return True
         per_token_s, per_job_s = self._speed(view)
         if (per_token_s > 0) is (key[2] in self._unmeasured):
@@ -246,21 +291,48 @@ class Backlog(_SpeedClasses):
         self._move(*self._entry(view, per_token_s, per_job_s, key[1] if tie is None else tie))
         return True
 
+    def insert(self, view: InstanceView, tie: float) -> bool:
+        """Add an instance. Returns False, as `refresh` does, where the median would change that stands for unmeasured
+        speeds.
+        """
+        per_token_s, per_job_s = self._speed(view)
+        if self._unmeasured or not per_token_s > 0:
+            return False
+        self._add(*self._entry(view, per_token_s, per_job_s, tie))
+        return True
+
+    def remove(self, instance_id: str) -> bool:
+        """Remove an instance. Returns False as `insert` does."""
+        if self._unmeasured:
+            return False
+        self._drop(instance_id)
+        del self._rates[instance_id]
+        return True
+
 
 class Pressures(_SpeedClasses):
     """Decode instances by speed and by `pressure_s`."""
 
     def __init__(self, views: Iterable[InstanceView], rng: Random) -> None:
-        super().__init__(
-            (_decode_class(view), (pressure_s(view), rng.random(), view.info.instance_id)) for view in views
-        )
+        super().__init__((self._class(view), (pressure_s(view), rng.random(), view.info.instance_id)) for view in views)
 
     def refresh(self, view: InstanceView, tie: float | None = None) -> None:
         """Apply a changed load, and with another tie-break changed rates; unknown instances are ignored."""
         key = self._keys.get(view.info.instance_id)
         if key is not None:
-            speed = self._class_of[key[2]] if tie is None else _decode_class(view)
+            known = tie is None or self._infos.get(key[2]) is view.info
+            speed = self._class_of[key[2]] if known else self._class(view)
             self._move(speed, (pressure_s(view), key[1] if tie is None else tie, key[2]))
+
+    def insert(self, view: InstanceView, tie: float) -> None:
+        self._add(self._class(view), (pressure_s(view), tie, view.info.instance_id))
+
+    def remove(self, instance_id: str) -> None:
+        self._drop(instance_id)
+
+    def _class(self, view: InstanceView) -> int:
+        self._infos[view.info.instance_id] = view.info
+        return speed_class((view.info.rates.step or UNKNOWN_STEPS).token_s(1, 0))
 
 
 class ClusterIndex:
@@ -289,14 +361,15 @@ class ClusterIndex:
         self.limited = view.policies.step_budget.name == TpotBudget.name
         self.ledger = WorkloadLedger() if ledger is None else ledger
         self.prefixes = PrefixIndex() if prefixes is None else prefixes
-        self.coupled = True
+        self._with_prefill = 0  # instances with the prefill role, ready or not
         prefills: list[InstanceView] = []
         decodes: list[InstanceView] = []
         for one in view.instances:
             if one.role is Role.PREFILL:
-                self.coupled = False
+                self._with_prefill += 1
             if one.state is InstanceState.READY:
                 (prefills if one.role is Role.PREFILL else decodes).append(one)
+        self.coupled = self._with_prefill == 0
         self.prefill, self.decode = ReadySet(prefills), ReadySet(decodes)
         self._backlog: Backlog | None = None
         self._pressures: Pressures | None = None
@@ -356,13 +429,12 @@ class ClusterIndex:
 
     def lacking(self, job: JobView) -> frozenset[str]:
         """Ids of the instances that do not serve the job's LoRA adapter, or do not process all of its media. They are
-        found once for each combination: when an instance loads or unloads an adapter, the tracker
-        builds another index.
+        found once for each combination, until an instance comes, goes, or loads or unloads an adapter (`move`).
         """
         adapter, media = wanted = job.adapter, job.media
         found = self._lacking.get(wanted)
         if found is None:
-            infos = (view.info for view in self._view.instances) if adapter or media else ()
+            infos = (view.info for view in self.view.instances) if adapter or media else ()
             found = frozenset(
                 info.instance_id
                 for info in infos
@@ -388,7 +460,7 @@ class ClusterIndex:
             if wanted is None:
                 counts = Counter(view.info.precision for view in self.decode.views)
                 wanted = "" if "" in counts else max(sorted(counts), key=counts.__getitem__, default="")
-            others = (view.instance_id for view in self._view.instances if view.info.precision != wanted)
+            others = (view.instance_id for view in self.view.instances if view.info.precision != wanted)
             found = self._of_others[precision] = frozenset(others)
         return found
 
@@ -409,6 +481,44 @@ class ClusterIndex:
             self._backlog = None
         if self._pressures is not None:
             self._pressures.refresh(view, self._rng.random())
+
+    def move(self, before: InstanceView | None, view: InstanceView | None, pending: Iterable[Assignment]) -> bool:
+        """Apply an instance that comes (it was not there `before`), goes (`view` is None), or has another role, state
+        or adapters. `pending` is counted on top of its load.
+
+        Returns False where the cluster becomes coupled or ceases to be: the index has to be built again.
+        """
+        self._lacking, self._of_others = {}, {}
+        self._with_prefill += _has_prefill_role(view) - _has_prefill_role(before)
+        if self.coupled is not (self._with_prefill == 0):
+            return False
+        if before is not None:
+            self._remove(before.info.instance_id)
+        if view is not None and view.state is InstanceState.READY:
+            for assignment in pending:
+                view = _with(view, assignment)
+            self._insert(view)
+        return True
+
+    def _insert(self, view: InstanceView) -> None:
+        ready = self.prefill if view.role is Role.PREFILL else self.decode
+        ready.insert(view)
+        backlog = self._backlog if ready is self.candidates else None
+        if backlog is not None and not backlog.insert(view, self._rng.random()):
+            self._backlog = None
+        if self._pressures is not None and ready is self.decode:
+            self._pressures.insert(view, self._rng.random())
+
+    def _remove(self, instance_id: str) -> None:
+        ready = self.prefill
+        if not ready.remove(instance_id):
+            ready = self.decode
+            if not ready.remove(instance_id):
+                return
+        if self._backlog is not None and ready is self.candidates and not self._backlog.remove(instance_id):
+            self._backlog = None
+        if self._pressures is not None and ready is self.decode:
+            self._pressures.remove(instance_id)
 
     def for_dispatch(self) -> "ClusterIndex":
         """A copy for one more dispatcher: decode jobs that are booked on either do not show on the other.
@@ -436,8 +546,8 @@ class ClusterIndex:
             self._pressures.refresh(view)
 
 
-def _decode_class(view: InstanceView) -> int:
-    return speed_class((view.info.rates.step or UNKNOWN_STEPS).token_s(1, 0))
+def _has_prefill_role(view: InstanceView | None) -> bool:
+    return view is not None and view.role is Role.PREFILL
 
 
 def _with(view: InstanceView, more: Assignment) -> InstanceView:
@@ -529,16 +639,16 @@ class LoadTracker:
 
         Returns False, and changes nothing, when a broadcast before it is missing.
         """
-        moved = self._state.moved(delta)
+        moved = {} if delta.whole else self._state.moving(delta)
         if not self._state.apply(delta):
             return False
         self._rng, self._now, self._updated_s = rng, now, now
         self._over.clear()
-        self.moves += moved
+        self.moves += delta.whole or bool(moved)
         if delta.whole or now - self._cleaned_s >= CLEAN_UP_S:
             self._cleaned_s = now
             self.ledger.settle(self._state.view(), now)
-        if moved or delta.policies is not None:  # the index depends on both
+        if delta.whole or delta.policies is not None or not self._move(moved):
             for instance_id in list(self._recent):
                 view = self._state.get(instance_id)
                 self._unseen(instance_id, InstanceLoad() if view is None else view.load)
@@ -546,9 +656,12 @@ class LoadTracker:
             self._build()
             return True
         for view in delta.changed:
-            self._renew(view.info.instance_id)
+            if view.info.instance_id not in moved:
+                self._renew(view.info.instance_id)
         for instance_id in delta.loads:
             self._renew(instance_id)
+        if moved:
+            self._cached_s = 0.0  # what is derived from the loads includes those of the instances
         if now - self._cached_s >= CACHED_S:
             self._cached_s = now
             self.current.forget_cached()
@@ -574,16 +687,32 @@ class LoadTracker:
     def _remember(self, assignment: Assignment) -> None:
         self._recent.setdefault(assignment.instance_id, []).append(assignment)
 
+    def _move(self, moved: Mapping[str, InstanceView | None]) -> bool:
+        """Apply the instances that have come, gone or changed; by id, with their views before."""
+        index = self.current
+        for instance_id, before in moved.items():
+            view = self._state.get(instance_id)
+            pending = self._pending(view) if view is not None else self._unseen(instance_id, InstanceLoad())
+            if not index.move(before, view, pending):
+                return False
+        return True
+
     def _renew(self, instance_id: str) -> None:
         view = self._state.get(instance_id)
-        if view is None:
-            return
+        if view is not None:
+            self.current.renew(view, self._pending(view))
+
+    def _pending(self, view: InstanceView) -> Iterable[Assignment]:
+        """The assignments that the load of an instance does not show yet."""
+        instance_id = view.info.instance_id
+        if instance_id not in self._recent and not view.load.promised and not self.ledger.coming_to(instance_id):
+            return ()
         recent, coming = self._unseen(instance_id, view.load), self.ledger.coming_to(instance_id)
         if coming and view.load.accepted:
             accepted = frozenset(view.load.accepted)
             # The load already shows these decodes; their arrival has not been reported here yet.
             coming = [one for one in coming if mark_of(one.job_id) not in accepted]
-        self.current.renew(view, (*recent, *coming, *self._of_others(view)))
+        return (*recent, *coming, *self._of_others(view))
 
     def _of_others(self, view: InstanceView) -> Iterable[Assignment]:
         """The decodes that other schedulers have bound to the instance and that have not reached it, by its load."""

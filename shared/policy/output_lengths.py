@@ -92,6 +92,7 @@ class OutputLengths:
         self._errors = {way: _Error() for way in ("all", "max_tokens", "predicted")}
         self._buckets: dict[int, _Bucket] = {}
         self._newest: tuple[JobView, _Guess] | None = None  # one decision needs that of its job several times
+        self._newest_bound: tuple[JobView, int] | None = None  # likewise
 
     def started(self, job: JobView) -> None:
         guess = self._open[job.job_id] = self._guess(job)
@@ -100,7 +101,7 @@ class OutputLengths:
 
     def ended(self, job_id: str, tokens: int) -> None:
         """Report that an answer of so many tokens has ended; 0 when it failed or its length is not known."""
-        self._newest = None
+        self._newest = self._newest_bound = None
         guess = self._open.pop(job_id, None)
         if tokens <= 0:
             return
@@ -133,12 +134,16 @@ class OutputLengths:
         with the least error of late counts, because rooms for many jobs add up. Before a few answers have ended it is
         the prediction, or `UNSEEN_TOKENS`.
         """
+        if self._newest_bound is not None and self._newest_bound[0] is job:
+            return self._newest_bound[1]
         guesses = self._guess(job).by_way
         if self._ended < FEWEST:
             found = guesses.get("predicted", float(UNSEEN_TOKENS))
         else:
             found = guesses[min(guesses, key=lambda way: self._errors[way].mean)]
-        return max(1, min(job.max_tokens, ceil(found)))
+        bound = max(1, min(job.max_tokens, ceil(found)))
+        self._newest_bound = job, bound
+        return bound
 
     def _guess(self, job: JobView) -> _Guess:
         if self._newest is not None and self._newest[0] is job:

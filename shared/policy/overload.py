@@ -128,7 +128,8 @@ class _Decision:
             estimated = option.estimated if option is not None else None
         if estimated is None:
             return route
-        return msgspec.structs.replace(route, estimated=self.index.ledger.errors.corrected(estimated))
+        corrected = self.index.ledger.errors.corrected(estimated)
+        return route if corrected is route.estimated else msgspec.structs.replace(route, estimated=corrected)
 
     def _place(self, exclude: InstanceIds) -> Placed:
         return place(self.job, self.index, self.policies, self.now, self.rng, exclude)

@@ -209,6 +209,8 @@ class EstimateErrors:
         line = self.correction(estimated.computes).late.get(estimated.kind)
         late_s = line.late(estimated.ttft_s) if line is not None else 0.0
         pace = self.correction(estimated.decodes).pace.get(estimated.kind, 1.0)
+        if late_s == 0.0 and pace == 1.0:
+            return estimated
         ttft_s, tpot_s = estimated.ttft_s + late_s, estimated.tpot_s * pace
         return msgspec.structs.replace(estimated, ttft_s=ttft_s, tpot_s=tpot_s, late_s=late_s, pace=pace)
 

@@ -62,6 +62,7 @@ class WriteBehind:
         self._capacity = capacity
         self._soon_s = soon_s
         self._rows: dict[Key, tuple[Table, Row]] = {}
+        self._key_columns: dict[str, tuple[str, ...]] = {}  # by table
         self._writing = 0
         self._awaited: dict[int, asyncio.Future[None]] = {}  # by the row's id
         self._wake = asyncio.Event()
@@ -82,7 +83,10 @@ class WriteBehind:
 
     def put(self, table: Table, row: Row, within_s: float | None = None) -> None:
         """Queue a full row of `table`, to be written within `within_s`, or `soon_s`. It neither waits nor fails."""
-        key = (table.name, *(str(row[column.name]) for column in table.primary_key))
+        names = self._key_columns.get(table.name)
+        if names is None:
+            names = self._key_columns[table.name] = tuple(column.name for column in table.primary_key)
+        key = (table.name, *[str(row[name]) for name in names])
         if key in self._rows:
             del self._rows[key]  # it goes to the end: rows are in the order of their last change
         elif len(self._rows) >= self._capacity:

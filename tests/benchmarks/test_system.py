@@ -11,6 +11,7 @@ from benchmarks.measuring import serving, usage
 from benchmarks.soak import growth
 from benchmarks.traces import ReceivedSpan, faults, wait
 from services.launcher.supervisor import StartFailed
+from shared.errors import InvalidRequest
 
 
 def test_the_aim_of_structured_outputs_is_about_the_worst_kind() -> None:
@@ -115,9 +116,10 @@ def test_time_that_no_span_explains() -> None:
     assert wait(TREE[:1]) is None
 
 
-def test_a_quantile_is_the_bound_of_its_bucket() -> None:
-    counts = {0.001: 90.0, 0.005: 99.0, 0.02: 100.0, float("inf"): 100.0}
-    assert [control.quantile(counts, share) for share in (0.5, 0.99, 0.995)] == [0.001, 0.005, 0.02]
+def test_control_refuses_more_instances_than_files_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, 4_096))
+    with pytest.raises(InvalidRequest, match=r"5000 instances: .* may open 4096 here; .* at most 599 instances"):
+        control.run_control_bench((10, 5_000))
 
 
 @pytest.mark.slow
@@ -131,6 +133,9 @@ def test_control_measures_monitor_and_scheduler_and_a_restart(monkeypatch: pytes
         assert seen["idle_heartbeats_per_s"] > 0
         assert seen["broadcast_bytes_per_s"] > 100
         assert 0 < seen["monitor_cores"] < 2
-        assert 0 < seen["place_p50_ms"] <= seen["place_p99_ms"]
+        assert 0 < seen["fleet_cores"] < 2
+        for part in ("decision", "scheduler", "round"):
+            assert 0 < seen[f"place_{part}_p50_us"] <= 1e3 * seen[f"place_{part}_p99_ms"] + 1
+        assert seen["place_decision_mean_us"] < seen["place_scheduler_mean_us"] < seen["place_round_mean_us"]
         assert seen["known_again_s"] > 0
     assert set(result["aims"]) == {f"{name} at 4" for name in control.AIMS}

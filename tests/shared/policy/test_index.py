@@ -252,6 +252,29 @@ def test_step_by_step_is_the_same_as_all_at_once(events: list[tuple[str, object,
     assert picture(one.current) == picture(all_at_once.current)
 
 
+def test_instances_that_come_go_and_change_move_within_the_index() -> None:
+    rng, there = Random(5), dict[str, InstanceView]()
+    rates = (prompt_rates(1e-4, 0.01), Rates(StepRates(FORM, FORM, FORM)))
+    for number in range(20):
+        role = Role.PREFILL if number % 2 else Role.DECODE
+        there[f"i{number}"] = instance(f"i{number}", role, rates=rates[number % 3 % 2], decoding=number)
+    live, sequence = LoadTracker(), 1
+    assert live.apply(ClusterDelta.from_view(view(*there.values())), 0.0, rng)
+    index = live.current
+    for step in range(60):
+        name, sequence = f"i{rng.randrange(30)}", sequence + 1
+        known = there.pop(name, None)
+        if known is None or rng.random() < 0.6:
+            role, state = rng.choice(list(Role)), rng.choice([InstanceState.READY, InstanceState.DRAINING])
+            there[name] = instance(name, role, state, rates=rates[step % 2], decoding=step, queued_prefill_tokens=step)
+            delta = ClusterDelta(sequence, 0.0, changed=(there[name],))
+        else:
+            delta = ClusterDelta(sequence, 0.0, gone=(name,))
+        assert live.apply(delta, 0.0, rng)
+        assert live.current is index, "it is not built again"
+        assert picture(index) == picture(ClusterIndex(view(*there.values()), rng=rng))
+
+
 def _after(before: InstanceView, what: str, value: object, now: float) -> InstanceView:
     load = value if isinstance(value, InstanceLoad) else before.load
     fields = {name: getattr(load, name) for name in load.__struct_fields__}

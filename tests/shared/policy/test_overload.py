@@ -87,6 +87,12 @@ def busy_with(slo: Slo, jobs: int, stay_s: float, open_jobs: int = 0) -> Workloa
     return ledger
 
 
+def test_a_clock_that_is_set_back_while_a_job_runs_gives_no_negative_stay() -> None:
+    ledger = busy_with(CHAT, 5, -1.0)
+    assert ledger.class_demand.missing(BATCH, 1.0) == 0.0
+    assert ledger.class_demand.spread(CHAT, 1.0) == 0.0
+
+
 def delay_of(error: type[Overloaded], *args: object, **more: object) -> Overloaded:
     with pytest.raises(error) as refused:
         ask(*args, **more)  # type: ignore[arg-type]
