@@ -13,7 +13,7 @@ from itertools import product
 from math import inf
 
 from shared.domain.instance import Role
-from shared.plan.compose import MARGINS, SPREAD, Composer
+from shared.plan.compose import SPREAD, Composer
 from shared.plan.divide import Division, divide
 from shared.plan.estimate import Estimator
 from shared.plan.evaluate import Scout, helped, race
@@ -118,9 +118,12 @@ def _of_all(search: Search) -> Iterator[ScoredPlan]:
         if better is None or search.over():
             break
         found, others = better, []
-    for found in _routed(search, found):
+    for routed in _routed(search, found):
+        found = routed
         yield found
-    if search.robust and search.copies <= _MAX_PARTS and len(found[0].groups) > 1:
+    if search.robust and search.copies > _MAX_PARTS:
+        search.endurance = _estimated_endurance(search, found)
+    elif search.robust and len(found[0].groups) > 1:
         spread = [] if few is not None else Composer(search.estimator).candidates(SPREAD)
         _choose_robust(search, found, [*(few or (plan.groups for plan in plans)), *spread])
 
@@ -147,12 +150,25 @@ def _choose_robust(search: Search, found: ScoredPlan, known: Sequence[tuple[Grou
     plan, reached = finalists[0], goodput
     if plan is not best:
         reached = max(least, search.evaluator.goodput(plan, least))  # it has met the target at `least`
-        search.preferred = plan, reached
+        along = _along(search, plan.groups)
+        search.preferred = (plan if along is None or plan.routes else replace(plan, routes=along.routes)), reached
     loss = worst[plan][0]
     kept = search.evaluator.goodput(loss.plan, loss.goodput)
-    lost = plan.groups[loss.lost]
-    words = f"{lost.role.value} {lost.words(search.problem.inventory)}"
-    search.endurance = Endurance(words, min(kept, reached), loss.flips, max(0.0, 1.0 - reached / goodput))
+    words, given_up = _in_words(search, plan.groups[loss.lost]), max(0.0, 1.0 - reached / goodput)
+    search.endurance = Endurance(words, min(kept, reached), loss.flips, given_up)
+
+
+def _estimated_endurance(search: Search, found: ScoredPlan) -> Endurance:
+    """What one of many equal parts keeps, by the estimate: it is little beside what the others serve."""
+    plan, goodput = found
+    loss = losses(search.estimator, plan)[0]
+    whole = search.estimator.for_crowds().estimate(plan.groups).goodput
+    kept = min(1.0, loss.goodput / whole) if whole > 0.0 else 0.0
+    return Endurance(_in_words(search, plan.groups[loss.lost]), kept * goodput, loss.flips)
+
+
+def _in_words(search: Search, group: Group) -> str:
+    return f"{group.role.value} {group.words(search.problem.inventory)}"
 
 
 def _attainment_after(search: Search, loss: Loss, rate: float) -> float:
