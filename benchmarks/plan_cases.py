@@ -196,7 +196,7 @@ def case_precision(data: Path) -> Result:
     for kind in TRACES:
         plain = thunderserve(data, kind)
         mixed = replace(thunderserve(data, kind), quantised=("int8",))
-        found = {"one": converged(plain)[0], "mixed": converged(mixed)[0]}
+        found = {"one": converged(plain, robust=0.0)[0], "mixed": converged(mixed, robust=0.0)[0]}
         for name, problem in (("one", plain), ("mixed", mixed)):
             plan, goodput = found[name].plan, found[name].promise.goodput
             dollars = problem.price_usd_hour(plan.groups)
@@ -221,7 +221,7 @@ def case_sizes(data: Path) -> Result:
     )
 
 
-def converged(problem: Problem) -> tuple[Outcome, float]:
+def converged(problem: Problem, robust: float = ROBUST) -> tuple[Outcome, float]:
     """The outcome of `best`, and the seconds until its goodput was near that of the end."""
     began = perf_counter()
     curve: list[tuple[float, float]] = []
@@ -230,7 +230,8 @@ def converged(problem: Problem) -> tuple[Outcome, float]:
         if found:
             curve.append((perf_counter() - began, found[1]))
 
-    outcome = run_method("best", method("best"), Search(problem, perf_counter, PLAIN, report=report, helped=True))
+    search = Search(problem, perf_counter, PLAIN, report=report, helped=True, robust=robust)
+    outcome = run_method("best", method("best"), search)
     return outcome, next(at_s for at_s, goodput in curve if goodput >= CONVERGED * outcome.promise.goodput)
 
 
@@ -266,7 +267,7 @@ def case_bandwidth() -> Result:
     for gbps, want, paper in ((40.0, "A40 prefills, 3090 Ti decodes", 2.0), (5.0, "each node holds both phases", 1.4)):
         inventory = cluster({"a40": ("A40", 4), "3090ti": ("RTX-3090-Ti", 4)}, ethernet(gbps))
         problem = problem_of(inventory, MODEL, workload, SLO, Codec.INT4)
-        found = solved(problem, "best")
+        found = solved(problem, "best", robust=0.0)
         ours, groups = found.promise.goodput, found.plan.groups
         if gbps == 40.0:
             met = [_nodes(problem, [g for g in groups if g.role is role]) for role in Role] == [{"a40"}, {"3090ti"}]
@@ -622,7 +623,7 @@ def planned_and_served(name: str, arm: str, data: Path) -> Result:
     cached = replace(problem, longest_tokens=PREFIXED_CONTEXT)
     problem = replace(cached, prefix_cache=arm != "without_caches")
     began = process_time()
-    outcome = run_method("best", method("best"), Search(problem, perf_counter, AS_SERVED))
+    outcome = run_method("best", method("best"), Search(problem, perf_counter, AS_SERVED, robust=0.0))
     took_s, plan, promised = process_time() - began, outcome.plan, outcome.promise.goodput
     progress(f"{name}, {arm}: {promised:.2f} promised, {took_s:.0f} s: {groups_text(problem, plan.groups)}")
     served = lasting_goodput(cached, plan, promised, chats=file is None)
