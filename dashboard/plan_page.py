@@ -635,7 +635,7 @@ def _endurance_tiles(result: SearchResult) -> list[str]:
     kept = result.endurance
     if kept is None:
         return []
-    flips = f" after {kept.flips} flips" if kept.flips else ""
+    flips = f" after {kept.flips} flip{'s' if kept.flips > 1 else ''}" if kept.flips else ""
     cost = f"; costs {units.share(kept.given_up)} of goodput" if kept.given_up else ""
     return [markup.tile("Without any one group", units.rate(kept.goodput), f"worst: {kept.lost}{flips}{cost}")]
 

@@ -64,7 +64,8 @@ def _of_parts(search: Search, division: Division) -> Iterator[ScoredPlan]:
         raise
     search.part_runs = part.evaluator.runs
     found = part.preferred or found
-    if found is None:
+    if found is None:  # no part of that size holds a plan
+        yield from _of_all(search)
         return
     whole, near = _on_all(search, division, found[0]), copies * found[1]
     if copies <= _FEW_PARTS:
@@ -123,7 +124,7 @@ def _of_all(search: Search) -> Iterator[ScoredPlan]:
         yield found
     if search.robust and search.copies > _MAX_PARTS:
         search.endurance = _estimated_endurance(search, found)
-    elif search.robust and len(found[0].groups) > 1:
+    elif search.robust:
         spread = [] if few is not None else Composer(search.estimator).candidates(SPREAD)
         _choose_robust(search, found, [*(few or (plan.groups for plan in plans)), *spread])
 
@@ -172,7 +173,7 @@ def _in_words(search: Search, group: Group) -> str:
 
 
 def _attainment_after(search: Search, loss: Loss, rate: float) -> float:
-    return search.evaluator.attainment(loss.plan, rate) if loss.goodput > 0.0 else 0.0
+    return search.evaluator.attainment(loss.plan, rate) if min(loss.goodput, rate) > 0.0 else 0.0
 
 
 def _robust_plans(search: Search, best: Plan, known: Sequence[tuple[Group, ...]]) -> list[Plan]:

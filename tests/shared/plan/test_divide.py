@@ -6,11 +6,14 @@ import pytest
 
 from shared.cost.network import Link, pair_of
 from shared.domain.instance import Role
+from shared.plan import divide as divisions
 from shared.plan.divide import MIN_PART, divide
 from shared.plan.group import Group, Part
 from shared.plan.inventory import Inventory
+from shared.plan.methods.best import best
 from shared.plan.plan import Plan
 from shared.plan.routes import Route
+from shared.plan.search import run_method
 from tests.shared.plan.problems import inventory, problem, search
 
 D, P = Role.DECODE, Role.PREFILL
@@ -79,3 +82,16 @@ def test_a_part_has_its_share_of_rate_and_budget() -> None:
     workload, mixed = whole.problem.workload, part.problem.workload
     assert sorted(mixed.prompt_tokens.tolist()) == sorted(workload.prompt_tokens.tolist())
     assert mixed.prompt_tokens[:64].mean() == pytest.approx(workload.prompt_tokens.mean(), rel=0.05)
+
+
+def test_the_plan_of_a_part_is_judged_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divisions, "MIN_PART", 1)
+    asked = search(problem(inventory(*((f"n{at}", "A10", 1) for at in range(5)))))
+    outcome = run_method("best", best, asked)
+    assert [tuple(group.uses) for group in outcome.plan.groups] == [(0,), (1,), (2,), (3,), (4,)]
+    assert outcome.promise.goodput > 0.0
+    assert outcome.promise.attainment >= asked.problem.target
+    kept = outcome.endurance
+    assert kept is not None
+    assert kept.goodput == pytest.approx(0.8 * outcome.promise.goodput)  # four of five parts are left
+    assert outcome.runs > asked.part_runs > 0

@@ -63,7 +63,7 @@ def test_no_group_of_a_spread_deployment_has_more_than_its_share(most: float) ->
 
 
 def test_the_search_gives_up_a_little_goodput_and_says_what_is_kept() -> None:
-    asked = problem(inventory(("a", "A10", 2), ("b", "L4", 1)))
+    asked = problem(inventory(("a", "A10", 2)))
     robust = run_method("best", best, Search(asked, perf_counter, RunSpec(), robust=0.1))
     kept = robust.endurance
     assert kept is not None
@@ -93,3 +93,9 @@ def test_a_method_may_prefer_a_plan_with_less_goodput() -> None:
 def test_the_share_is_checked(share: float) -> None:
     with pytest.raises(InvalidRequest, match="robust must be at least 0 and less than 1"):
         PlanGoals(robust=share).check()
+
+
+def test_a_plan_that_keeps_nothing_is_a_plan() -> None:
+    outcome = run_method("best", best, search(problem(inventory(("a", "A10", 1), ("b", "L4", 1)))))
+    assert outcome.promise.goodput > 0.0
+    assert outcome.endurance is None or outcome.endurance.goodput <= outcome.promise.goodput
