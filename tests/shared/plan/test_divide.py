@@ -58,7 +58,7 @@ def test_what_is_left_does_as_an_equal_node() -> None:
 @pytest.mark.parametrize(("slow", "copies"), [("", 2), ("01 23 45 67", 2), ("01 24 35 67", None)])
 def test_parts_have_equal_links(slow: str, copies: int | None) -> None:
     whole = inventory(*((f"n{at}", "A10", 8) for at in range(8)))
-    links = dict(whole.network.between) | {pair_of(f"n{one}", f"n{other}"): Link(1e8) for one, other in slow.split()}
+    links = dict(whole.network.between) | {pair_of(f"n{pair[0]}", f"n{pair[1]}"): Link(1e8) for pair in slow.split()}
     found = divide(replace(whole, network=replace(whole.network, between=links)))
     assert (found.copies if found else None) == copies
 
