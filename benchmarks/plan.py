@@ -111,7 +111,7 @@ def search_for(kind: str, data: Path | None, nodes: Nodes = NODES, gbps: float =
     """Judged as engines are that send KV when the prompt is computed, as emulated ones do."""
     requests = replace(lengths(kind, REQUESTS, CONTEXT, SEED, data), name=kind)
     problem = replace(problem_of(cluster(nodes, ethernet(gbps)), MODEL, requests, SLO), longest_tokens=CONTEXT)
-    return Search(problem, perf_counter, replace(AS_SERVED, streaming=False), perf_counter() + 60.0)
+    return Search(problem, perf_counter, replace(AS_SERVED, streaming=False), perf_counter() + 60.0, robust=0.0)
 
 
 def factor_for(tokens_per_s: float, max_tokens_per_s: float) -> float:

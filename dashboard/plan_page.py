@@ -601,7 +601,11 @@ def _chosen_result(ended: Sequence[PlanSearch], console: Console) -> None:
     result = search.result
     assert result is not None
     with st.container(border=True, key="search-result"):
-        st.html(markup.page(markup.tiles(*_promise_tiles(result.promise)), markup.below(_groups(result))))
+        st.html(
+            markup.page(
+                markup.tiles(*_promise_tiles(result.promise), *_endurance_tiles(result)), markup.below(_groups(result))
+            )
+        )
         st.html(markup.page(_routes(result), markup.below(_other_methods(result))))
         st.download_button(
             "Cluster file",
@@ -625,6 +629,15 @@ def _promise_tiles(promise: Promise) -> list[str]:
         markup.tile("TPOT, mean", units.duration(promise.tpot_s), at),
         markup.tile("Price", price, "" if tokens is None else f"{tokens:.3g} USD for a million tokens"),
     ]
+
+
+def _endurance_tiles(result: SearchResult) -> list[str]:
+    kept = result.endurance
+    if kept is None:
+        return []
+    flips = f" after {kept.flips} flip{'s' if kept.flips > 1 else ''}" if kept.flips else ""
+    cost = f"; costs {units.share(kept.given_up)} of goodput" if kept.given_up else ""
+    return [markup.tile("Without any one group", units.rate(kept.goodput), f"worst: {kept.lost}{flips}{cost}")]
 
 
 def _groups(result: SearchResult) -> str:

@@ -15,6 +15,7 @@ from shared.files.places import Places
 from shared.files.yaml_file import Document, parse_document
 from shared.plan.find import PlanGoals, PlanRequest
 from shared.plan.inventory import Inventory, checked, located
+from shared.plan.search import ROBUST
 from shared.sim.traces import BLOCK_TOKENS, with_prefixes
 from shared.sim.workload import Workload, made
 
@@ -102,6 +103,7 @@ class SearchIn(_Edge):
     max_model_len: Tokens | None = None
     chunk_size: Annotated[int, Field(ge=1, le=1 << 20)] = 2048
     quantised: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=4)] = {}
+    robust: Annotated[float, Field(ge=0, lt=1)] = ROBUST
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 1
 
     def resolved(self, library: Library, search_s: float) -> PlanRequest:

@@ -1,6 +1,7 @@
 """One search, from its request to the result that `GET /plans/{id}` shows."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from time import perf_counter
 
 from msgspec import structs
@@ -10,7 +11,7 @@ from services.planner.search_process import Answer
 from shared.cost.library import Library
 from shared.plan.find import PlanRequest, cluster_file, figures, find_plans, why
 from shared.plan.search import Outcome, ReportProgress
-from shared.wire.api.planner import ComparedMethod, PlanGroup, Promise, RouteShare, SearchResult
+from shared.wire.api.planner import ComparedMethod, PlanEndurance, PlanGroup, Promise, RouteShare, SearchResult
 
 
 def answer(request: str, seconds: float, tell: ReportProgress) -> Answer:
@@ -53,6 +54,7 @@ def result(request: PlanRequest, outcomes: Sequence[Outcome]) -> SearchResult:
         stopped=chosen.stopped,
         took_s=chosen.took_s,
         cluster_file=cluster_file(request, chosen),
+        endurance=PlanEndurance(**asdict(chosen.endurance)) if chosen.endurance else None,
     )
 
 

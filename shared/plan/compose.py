@@ -33,7 +33,8 @@ class Margin:
     """The share of the time that prompts may take, and of the TPOT target that decodes may take.
 
     local: groups that decode may compute prompts. split: groups that only compute prompts are allowed. rate: requests a
-    second to be served at the lowest price; 0: as many as possible.
+    second to be served at the lowest price; 0: as many as possible. most: share of the capacity of its role that one
+    group may have, of what groups of any size have together.
     """
 
     prefill: float = 1.0
@@ -41,6 +42,7 @@ class Margin:
     local: bool = True
     split: bool = True
     rate: float = 0.0
+    most: float = 1.0
 
 
 MARGINS = (
@@ -50,6 +52,12 @@ MARGINS = (
     Margin(0.85, 0.85, local=False),
     Margin(0.9, 0.85),
     Margin(split=False),
+)
+# The loss of one group should leave most of the capacity of either role.
+SPREAD = tuple(
+    Margin(prefill, decode, local=False, most=most)
+    for prefill, decode in ((1.0, 1.0), (0.75, 1.0), (0.85, 0.85))
+    for most in (1 / 2, 1 / 3)
 )
 
 
@@ -208,9 +216,14 @@ class Composer:
     def best(self, margin: Margin = Margin()) -> tuple[Group, ...]:
         """The deployment of one programme, on concrete pools; empty where there is none."""
         kinds = _useful(self._kinds(margin))
+        if margin.most < 1.0 and kinds:
+            kinds = _spread(kinds, self._counts(kinds, margin), margin.most)
         if not any(kind.group.role is Role.DECODE for kind in kinds):
             return ()
-        return self._packed(kinds, _Composition(self._estimator, self._classes, kinds, margin).counts())
+        return self._packed(kinds, self._counts(kinds, margin))
+
+    def _counts(self, kinds: Sequence[Kind], margin: Margin) -> list[int]:
+        return _Composition(self._estimator, self._classes, kinds, margin).counts()
 
     def _kinds(self, margin: Margin) -> list[Kind]:
         problem, found = self._problem, []
@@ -311,6 +324,18 @@ def _useful(kinds: Sequence[Kind]) -> list[Kind]:
             if known is None or worth > getattr(known.capacity, what):
                 best[key] = kind
     return list(dict.fromkeys(best.values()))
+
+
+def _spread(kinds: Sequence[Kind], counts: Sequence[int], most: float) -> list[Kind]:
+    """The kinds of which one group has at most that share of the capacity that the counted groups of its role have."""
+
+    def capacity(kind: Kind) -> float:
+        return kind.capacity.prefills if kind.group.role is Role.PREFILL else kind.capacity.decodes
+
+    whole = dict.fromkeys(Role, 0.0)
+    for kind, count in zip(kinds, counts, strict=True):
+        whole[kind.group.role] += count * capacity(kind)
+    return [kind for kind in kinds if capacity(kind) <= most * whole[kind.group.role]]
 
 
 def _sizes(count: int) -> list[int]:

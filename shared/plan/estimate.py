@@ -87,6 +87,7 @@ class Estimator:
         self._flowed: dict[tuple[tuple[Group, ...], bool], _Flowing] = {}
         self._known: dict[tuple[tuple[Group, ...], bool, float], Estimate] = {}
         contexts = sample.prompts + sample.outputs / 2.0
+        self._for_crowds: Estimator | None = None
         self.crowded = False  # whether decodes wait for seats, as in bursts they do
         self.context_variation = 1.0 + float(
             contexts.var() / contexts.mean() ** 2
@@ -106,9 +107,10 @@ class Estimator:
 
     def for_crowds(self) -> "Estimator":
         """An estimator that counts waits for seats in the batches of small groups. Too low where batches are large."""
-        other = copy(self)
-        other.crowded, other._known = True, {}
-        return other
+        if self._for_crowds is None:
+            self._for_crowds = copy(self)
+            self._for_crowds.crowded, self._for_crowds._known = True, {}
+        return self._for_crowds
 
     def max_rate(self, groups: Sequence[Group], *, local: bool = True) -> float:
         """Requests a second that get through, whatever they wait."""

@@ -37,6 +37,7 @@ _STRIDE = 1.12  # factor from a rate to the next, at first
 _FIRST_STEP = 1.05  # factor from the rate where a search begins to its first two
 _LEAST = 0.03  # relative step to the next rate, at least
 _MAX_STEPS = 12  # until one rate meets the target and a higher one misses it
+_FEW_RATES, _LESS, _LOWEST_STEP = 5, 0.7, 0.6  # rates that are tried downwards; the step by what attainment lacks
 _POOR = 0.5  # attainment below which the next rate is much lower
 _ABOUT = (0.96, 1.04)  # factors of the crossing at which further runs make it more certain
 _NEAR = 1.2  # factor of the crossing within which runs count for it
@@ -91,6 +92,7 @@ class Evaluator:
         self._attainments: dict[Trial, float] = {}
         self._prefetched: dict[Trial, float] = {}  # runs made before they were needed
         self._goodput: dict[Plan, float] = {}
+        self._latest: tuple[Trial, SimResult] | None = None  # the last run of this process
 
     def requests(self, trial: Trial) -> Requests:
         """The requests of a run, as a Poisson process."""
@@ -112,6 +114,11 @@ class Evaluator:
         return with_words(self.run, plan.policies)
 
     def result(self, trial: Trial) -> SimResult:
+        if self._latest is None or self._latest[0] != trial:
+            self._latest = trial, self._simulated(trial)
+        return self._latest[1]
+
+    def _simulated(self, trial: Trial) -> SimResult:
         plan = trial.plan
         instances, network = deployed(self.problem, plan, self._estimator.costs, self._estimator.places)
         drawn, run = self.requests(trial), replace(self.spec(plan), network=network)
@@ -169,6 +176,17 @@ class Evaluator:
             return curve.best
         self._try_rates(plan, curve, [curve.crossing * share for share in _ABOUT])
         return curve.crossing
+
+    def served(self, plan: Plan, rate: float) -> float:
+        """A rate that meets the target, from `rate` downwards, in as few runs as possible: for clusters whose runs take
+        long. 0 where none of them does.
+        """
+        for _ in range(_FEW_RATES):
+            attained = self.attainment(plan, rate)
+            if attained >= self.problem.target:
+                return rate
+            rate *= max(_LOWEST_STEP, 1.0 - _LESS * (self.problem.target - attained) - _LEAST / 2.0)
+        return 0.0
 
     def _try_rates(self, plan: Plan, curve: "Curve", rates: Sequence[float]) -> None:
         self.prefetch(Trial(plan, rate) for rate in rates)
@@ -366,6 +384,10 @@ class Scout:
 
     def meets_target(self, plan: Plan) -> bool:
         return self._short_attainment(plan) >= self._evaluator.problem.target
+
+    def is_ahead(self, plan: Plan, other: Plan) -> bool:
+        """Whether the plan is better by more than chance."""
+        return self._short_attainment(plan) > self._short_attainment(other) + 2.0 * _ALIKE
 
     def leaders(self, plans: Sequence[Plan]) -> list[tuple[Plan, float]]:
         """The plans that lead, with an expected goodput according to how far ahead they are."""

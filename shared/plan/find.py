@@ -25,7 +25,7 @@ from shared.plan.methods.registry import QUICK, method
 from shared.plan.methods.simple import smallest
 from shared.plan.plan import TOKENIZER, Plan, Target, plan_text
 from shared.plan.problem import Clock, Problem
-from shared.plan.search import AS_SERVED, Outcome, ReportProgress, Search, Stopped, run_method
+from shared.plan.search import AS_SERVED, ROBUST, Outcome, ReportProgress, Search, Stopped, run_method
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload
 
@@ -47,7 +47,8 @@ class PlanGoals:
     compare: run the other quick methods, too. seconds: after which no new step begins. engine: of the cluster file.
     max_model_len: tokens of a request; None: the model's own. chunk_size: tokens of a step. quantised: precisions of
     weights that instances with the prefill role may have besides the model's, each with its checkpoint; empty where the
-    engine quantises. prefix_cache: of the instances.
+    engine quantises. prefix_cache: of the instances. robust: share of the goodput that method `best` may give up for a
+    plan that keeps more when it loses any one of its groups; 0: goodput alone counts.
     """
 
     rate: float = 0.0
@@ -65,6 +66,7 @@ class PlanGoals:
     seed: int = 1
     quantised: Mapping[str, str] = field(default_factory=dict)
     prefix_cache: bool = True
+    robust: float = ROBUST
 
     def check(self) -> None:
         if self.engine not in ENGINES:
@@ -73,6 +75,8 @@ class PlanGoals:
             raise InvalidRequest(f"codec: one of {', '.join(Codec)}, not {self.codec!r}")
         if self.cheapest and not self.rate > 0:
             raise InvalidRequest("cheapest needs the rate that is to be served")
+        if not 0.0 <= self.robust < 1.0:
+            raise InvalidRequest(f"robust must be at least 0 and less than 1, not {self.robust:g}")
         for precision, checkpoint in self.quantised.items():
             if precision not in QUANTISED:
                 raise InvalidRequest(f"quantised: one of {', '.join(sorted(QUANTISED))}, not {precision!r}")
@@ -135,7 +139,7 @@ def find_plans(request: PlanRequest, clock: Clock, report: ReportProgress, helpe
     def search(helped: bool, problem: Problem = problem) -> Search:
         # Emulated engines send KV when the whole prompt is computed.
         run = replace(AS_SERVED, streaming=goals.engine != "emulated")
-        return Search(problem, clock, run, began + goals.seconds, goals.seed, report, helped)
+        return Search(problem, clock, run, began + goals.seconds, goals.seed, report, helped, goals.robust)
 
     if goals.cheapest:
         offers = search(helped=False)
@@ -253,7 +257,23 @@ def _head(request: PlanRequest, chosen: Outcome) -> str:
         f"ITL {slo.itl_s:g} s, for {100 * problem.target:g} % of the requests.\n"
         f"Goodput {promise.goodput:.2f} requests/s. At {promise.rate:.2f} requests/s: mean TTFT "
         f"{figures['ttft_mean_s']:.3f} s, mean TPOT {figures['tpot_mean_s']:.4f} s, attainment "
-        f"{100 * promise.attainment:.1f} %." + (f"\n{problem.inventory.assumed}" if problem.inventory.assumed else "")
+        f"{100 * promise.attainment:.1f} %."
+        + (f"\n{endurance_in_words(chosen)}" if chosen.endurance else "")
+        + (f"\n{problem.inventory.assumed}" if problem.inventory.assumed else "")
+    )
+
+
+def endurance_in_words(outcome: Outcome) -> str:
+    """What is left of the plan when it loses a group; empty where the method has not worked it out."""
+    kept = outcome.endurance
+    if kept is None:
+        return ""
+    flips = f" after {kept.flips} flip{'s' if kept.flips > 1 else ''} of roles" if kept.flips else ""
+    cost = f" For this the plan gives up {100 * kept.given_up:.1f} % of goodput." if kept.given_up >= 0.0005 else ""
+    share = 100 * kept.goodput / outcome.promise.goodput if outcome.promise.goodput > 0 else 0.0
+    return (
+        f"Without any one of its groups it serves about {kept.goodput:.2f} requests/s ({share:.0f} %) or more: the "
+        f"loss of {kept.lost} costs most{flips}.{cost}"
     )
 
 
@@ -266,6 +286,8 @@ def figures(outcome: Outcome) -> dict[str, float]:
         "ttft_mean_s": simulated.get("ttft_mean_s"),
         "tpot_mean_s": simulated.get("tpot_mean_s"),
         "usd_per_million_tokens": outcome.promise.usd_per_million,
+        "goodput_without_a_group_requests_per_s": outcome.endurance.goodput if outcome.endurance else None,
+        "given_up_for_robustness_share": outcome.endurance.given_up if outcome.endurance else None,
         "took_s": outcome.took_s,
     }
     return {name: value for name, value in found.items() if value is not None and isfinite(value)}

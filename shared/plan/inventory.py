@@ -3,7 +3,7 @@
 The file is strict: errors name file, line and key.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -108,6 +108,14 @@ class Inventory:
             replace(pool, count=pool.count - losses.get((pool.node, pool.accelerator.name), 0)) for pool in self.pools
         ]
         return replace(self, pools=tuple(pool for pool in left if pool.count))
+
+    def on(self, pools: Sequence[int]) -> "Inventory":
+        """The pools at these positions, with the links of their nodes."""
+        kept = tuple(self.pools[at] for at in pools)
+        nodes = {pool.node for pool in kept}
+        inside = {node: link for node, link in self.network.inside.items() if node in nodes}
+        between = {pair: link for pair, link in self.network.between.items() if nodes.issuperset(pair)}
+        return replace(self, pools=kept, network=replace(self.network, inside=inside, between=between))
 
     def islands(self) -> tuple[tuple[str, ...], ...]:
         """Nodes that are connected, directly or not; more than one tuple where the network is partitioned."""

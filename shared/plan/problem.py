@@ -25,6 +25,7 @@ _FEW = 4 * SAMPLE
 _MAX_CROWDS = 64  # beyond them pauses become shorter
 _LOOK_BACK = 40_000  # requests before a run that may have left something in the caches
 _AHEAD, _MORE_AHEAD = 3, 64  # a crowd may have so many times its share of the requests of a run, and so many more
+_MIXED = 64
 _GOLDEN = (sqrt(5.0) - 1.0) / 2.0  # multiples of it are spread evenly
 
 Clock = Callable[[], float]
@@ -146,6 +147,17 @@ class Requests:
         block = self.workload.prefix_block_tokens
         found = oracle_tokens(prompts, block, cache_tokens // block, answers)
         return np.array(found[-len(self.workload) :], dtype=np.int64)
+
+
+def mixed(workload: Workload, seed: int) -> Workload:
+    """The requests in another order, in which every `_MIXED` of them have about the lengths of all: a small inventory,
+    whose runs have few requests, is then judged by the same lengths as a large one.
+    """
+    rng = np.random.default_rng(seed)
+    order = np.lexsort((workload.output_tokens, workload.prompt_tokens))
+    classes = [rng.permutation(one) for one in np.array_split(order, min(_MIXED, len(order)))]
+    blocks = (rng.permutation([one[at] for one in classes if at < len(one)]) for at in range(len(classes[0])))
+    return replace(workload.at_once().rows(np.concatenate(list(blocks))), mix=None)
 
 
 def repeated(workload: Workload, count: int) -> Workload:

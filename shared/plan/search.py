@@ -11,11 +11,14 @@ from shared.errors import Incompatible
 from shared.plan.compose import Composer, Margin
 from shared.plan.estimate import Estimator
 from shared.plan.evaluate import Evaluator, Promise, helped
+from shared.plan.inventory import Inventory
 from shared.plan.plan import Plan
-from shared.plan.problem import Clock, Problem
+from shared.plan.problem import Clock, Problem, mixed
+from shared.plan.robust import Endurance
 from shared.sim.spec import RunSpec, with_policies
 
 ScoredPlan = tuple[Plan, float]  # a plan and its simulated goodput
+ROBUST = 0.05  # of goodput that a plan may cost which survives losses better
 AS_SERVED = with_policies(RunSpec(), PolicySet())  # engines and schedulers as the services run them by default
 ReportProgress = Callable[[str, ScoredPlan | None], None]  # with a message, and the best plan so far
 
@@ -29,7 +32,11 @@ class Search:
     """clock: seconds, from any origin. run: how clusters are run, before the policies of a plan. until_s: time of that
     clock after which no new step begins.
 
-    helped: a second process runs some trials; the results are the same.
+    helped: a second process runs some trials; the results are the same. robust: share of goodput that may be given up
+    for a plan that keeps more when it loses any one of its groups. copies: the plan is for that many equal inventories.
+
+    preferred, endurance: set by a method that has such a plan: the plan that it prefers to the one with the most
+    goodput, and what that plan keeps. part_runs: runs for a part of the inventory.
     """
 
     problem: Problem
@@ -39,6 +46,11 @@ class Search:
     seed: int = 1
     report: ReportProgress = no_report
     helped: bool = False
+    robust: float = ROBUST
+    copies: int = 1
+    preferred: ScoredPlan | None = field(init=False, default=None)
+    endurance: Endurance | None = field(init=False, default=None)
+    part_runs: int = field(init=False, default=0)
     estimator: Estimator = field(init=False)
     evaluator: Evaluator = field(init=False)
 
@@ -49,6 +61,21 @@ class Search:
 
     def over(self) -> bool:
         return self.clock() >= self.until_s
+
+    def for_part(self, inventory: Inventory, copies: int, share: float) -> "Search":
+        """A search of one of so many equal parts of the inventory, in a share of the time that is left."""
+        problem, now = self.problem, self.clock()
+        part = replace(
+            problem.on(inventory),
+            workload=problem.workload if problem.caches else mixed(problem.workload, self.seed),
+            rate=problem.rate / copies,
+            budget_usd_hour=problem.budget_usd_hour / copies,
+            cache_rate=problem.cache_rate / copies,
+        )
+        until_s = now + share * max(0.0, self.until_s - now)
+        found = Search(part, self.clock, self.run, until_s, self.seed, lambda what, _: self.report(what, None))
+        found.robust, found.copies = self.robust, copies
+        return found
 
     def rng(self) -> Random:
         return Random(self.seed)
@@ -88,7 +115,9 @@ Method = Callable[[Search], Iterator[ScoredPlan]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best plan of a method. took_s: in all; found_s: until this plan was found. runs: of the simulator."""
+    """The best plan of a method. took_s: in all; found_s: until this plan was found. runs: of the simulator.
+    endurance: where the method has worked it out.
+    """
 
     method: str
     plan: Plan
@@ -97,6 +126,7 @@ class Outcome:
     found_s: float
     runs: int
     stopped: bool = False
+    endurance: Endurance | None = None
 
 
 def run_method(name: str, method: Method, search: Search) -> Outcome:
@@ -127,10 +157,13 @@ def run_method(name: str, method: Method, search: Search) -> Outcome:
         budget = search.problem.budget_usd_hour
         within = f" within {budget:g} USD/h" if budget < inf else ""
         raise Incompatible(f"method {name} finds no deployment {what}{within}")
+    if search.preferred is not None:
+        best, found_s = search.preferred, search.clock()
     plan, goodput = best
     try:
         promise = search.evaluator.promise(plan, goodput)
     except KeyboardInterrupt:  # there is a plan: its last run is made again
         stopped, promise = True, search.evaluator.promise(plan, goodput)
     took_s = search.clock() - began
-    return Outcome(name, plan, promise, took_s, found_s - began, search.evaluator.runs - before, stopped)
+    runs = search.evaluator.runs - before + search.part_runs
+    return Outcome(name, plan, promise, took_s, found_s - began, runs, stopped, search.endurance)

@@ -31,7 +31,7 @@ from benchmarks.plan import (
     search_for,
     settled_shares,
 )
-from benchmarks.plan_cases import FILE, case_zte, losing, table_3
+from benchmarks.plan_cases import FILE, case_zte, table_3
 from benchmarks.scenarios import Phase
 from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch
@@ -57,7 +57,6 @@ def test_the_papers_plans_use_their_32_gpus_once_and_prefill_more_for_coding() -
         assert all(sum(part.layers for part in group.parts) == 60 for group in groups)
         assert {groups[at].role for at in lost} == {Role.DECODE}
         assert sum(groups[at].accelerators for at in lost) == 4
-        assert groups[losing(Plan(groups))[0]].accelerators == 4
         prefilling[kind] = sum(group.accelerators for group in groups if group.role is Role.PREFILL)
     assert prefilling["coding"] > prefilling["conversation"]
 

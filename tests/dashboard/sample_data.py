@@ -445,6 +445,7 @@ def search(plan_id: str, state: str = "done", **more: Any) -> dict[str, Any]:
         "promise": {**promise, "usd_per_million_tokens": 0.21, "usd_per_hour": 3.6},
         "compared": [{"method": "tabu", "goodput": 6.6}, {"method": "coupled", "goodput": 4.1}],
         "cluster_file": CLUSTER_FILE,
+        "endurance": {"lost": "decode 2 × A40 on a40-0", "goodput": 5.9, "flips": 1, "given_up": 0.03},
     }
     made = {
         "plan_id": plan_id,

@@ -154,6 +154,7 @@ def test_a_search_is_cancelled_and_its_result_shown(planner: FakeServices, plan_
     confirm(plan_page, "cancel-plan-1")
     assert planner.planned == [("cancel", "plan-1", None, "dashboard")]
     assert shows(plan_page, "2 × A40 on a40-0", "3.60 USD/h", "tabu", "the decode instance", "7.4/s")
+    assert shows(plan_page, "Without any one group", "5.9/s", "worst: decode 2 × A40 on a40-0 after 1 flip; costs 3")
     assert len(plan_page.get("download_button")) == 1
     assert plan_page.session_state["plan_search"].result.cluster_file == CLUSTER_FILE
 

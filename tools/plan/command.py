@@ -60,6 +60,13 @@ def plan_command(
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Whether instances have prefix caches.")
     ] = True,
+    robust: Annotated[
+        float,
+        typer.Option(
+            help="Share of the goodput that method best may give up for a plan that keeps more when it loses any one "
+            "of its groups; 0: goodput alone counts."
+        ),
+    ] = 0.05,
     seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, lengths and random choices.")] = 1,
     out: _Out = Path("plan.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the last line is one object.")] = False,
@@ -89,6 +96,7 @@ def plan_command(
         seed=seed,
         quantised={name: checkpoint for name, _, checkpoint in (each.partition("=") for each in quantised)},
         prefix_cache=prefix_cache,
+        robust=robust,
     )
     answer = run_plan(PlanOptions(inventory, model, workload, slo, requests, goals, out), Console())
     if as_json:

@@ -18,7 +18,7 @@ from shared.cost.kinds import EngineModels
 from shared.domain.instance import Role
 from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest
-from shared.plan.find import PlanGoals, PlanRequest, cluster_file, figures, find_plans, why
+from shared.plan.find import PlanGoals, PlanRequest, cluster_file, endurance_in_words, figures, find_plans, why
 from shared.plan.inventory import read_inventory
 from shared.plan.plan import Plan
 from shared.plan.problem import Problem
@@ -128,6 +128,8 @@ def show(console: Console, problem: Problem, outcomes: Sequence[Outcome]) -> Non
     )
     console.print(_groups(problem, chosen))
     console.print(_promise(problem, chosen))
+    if chosen.endurance is not None:
+        console.print(endurance_in_words(chosen), markup=False)
     if chosen.plan.routes:
         console.print(_routes(problem, chosen.plan))
     if len(outcomes) > 1:

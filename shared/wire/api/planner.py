@@ -202,6 +202,19 @@ class ComparedMethod(Promise, frozen=True, kw_only=True):
     method: str
 
 
+class PlanEndurance(Struct, frozen=True):
+    """What a plan serves without the group whose loss costs most, after the best flips of others.
+
+    lost: that group, in words. goodput: requests a second. flips: groups that change their roles. given_up: share of
+    goodput that the plan costs for it.
+    """
+
+    lost: str
+    goodput: float
+    flips: int
+    given_up: float
+
+
 class SearchResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The plan of a search. stopped: the search was ended before its time. cluster_file: only in the answer for a
     single search.
@@ -218,6 +231,7 @@ class SearchResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stopped: bool
     took_s: float
     cluster_file: str = ""
+    endurance: PlanEndurance | None = None
 
 
 class PlanSearch(Struct, frozen=True, kw_only=True):

@@ -24,7 +24,9 @@ FIELDS = {
         "error"
     ),
     planner.PlanSearch: "state plan_id who submitted_s ended_s error progress request result",
-    planner.SearchResult: ("method workload groups routes policies promise compared why stopped took_s cluster_file"),
+    planner.SearchResult: (
+        "method workload groups routes policies promise compared why stopped took_s cluster_file endurance"
+    ),
     predictor.LengthSource: (
         "source use why checkpoint reads_token_ids pending largest_batch fallbacks reality observed"
     ),
