@@ -52,6 +52,9 @@ class LeaderTerm:
 class Lease:
     """Keeps the lease, or waits for it, while `run` runs.
 
+    Without a row nobody can tell whether there was one a moment ago, whose holder acts on. So a monitor that writes a new
+    row acts only when it has held that for the lease's length.
+
     A holder that cannot renew the lease in time stops acting. Its term goes on if a later renewal succeeds, since no
     other monitor can have held the lease in between; if another one has, the term is over.
 
@@ -67,6 +70,8 @@ class Lease:
         self._clock = clock
         self._mine: Held | None = None  # with the number of the latest attempt, whether or not it succeeded
         self._until_mono = 0.0  # until when the lease is certainly ours
+        self._new: Held | None = None  # our row where there was none, until we act
+        self._new_mono = 0.0  # since when it has been there
         self._seen: Held | None = None
         self._seen_mono: float | None = None  # since when the row has been unchanged
         self._noted_epoch = 0
@@ -126,7 +131,12 @@ class Lease:
         while True:
             began = self._clock()
             try:
-                await (self._wait(began) if self._mine is None else self._keep(self._mine, began))
+                if self._mine is not None:
+                    await self._keep(self._mine, began)
+                elif self._new is not None:
+                    await self._keep_new(self._new, began)
+                else:
+                    await self._wait(began)
                 self._trouble = ""
             except (SQLAlchemyError, OSError, TimeoutError) as error:
                 text = f"{type(error).__name__}: {error}"[:200]
@@ -191,19 +201,32 @@ class Lease:
 
     async def _wait(self, began: float) -> None:
         row = await self._store.read()
+        if row is None:
+            self._seen_mono = None
+            self._new = await self._store.acquire(None, self.holder, self._url, self._length_s, self._noted_epoch)
+            self._new_mono = self._clock()
+            return
         if self._seen_mono is None or row != self._seen:
             self._seen, self._seen_mono = row, self._clock()
-        length_s = self._length_s if row is None else row.length_s
-        if began - self._seen_mono < length_s and (row is None or row.holder):
-            return
-        await self._take(row, self._clock())
+        if began - self._seen_mono >= row.length_s or not row.holder:
+            await self._take(row, self._clock())
 
-    async def _take(self, row: Held | None, asked_mono: float) -> None:
+    async def _keep_new(self, new: Held, began: float) -> None:
+        self._new = new.next_attempt()
+        if not await self._store.renew(self._new):
+            self._new = None
+        elif began - self._new_mono >= self._length_s:
+            taken, self._new = self._new, None
+            self._begin(taken, began, before="")
+
+    async def _take(self, row: Held, asked_mono: float) -> None:
         taken = await self._store.acquire(row, self.holder, self._url, self._length_s, self._noted_epoch)
-        if taken is None:
-            return
-        self._hold(taken, asked_mono)
-        log.warning("this monitor acts from now on", epoch=taken.epoch, before=row.holder if row is not None else "")
+        if taken is not None:
+            self._begin(taken, asked_mono, before=row.holder)
+
+    def _begin(self, mine: Held, asked_mono: float, before: str) -> None:
+        self._hold(mine, asked_mono)
+        log.warning("this monitor acts from now on", epoch=mine.epoch, before=before)
         self._announce()
 
     def _hold(self, mine: Held, asked_mono: float) -> None:
