@@ -52,7 +52,7 @@ class LeaderTerm:
 class Lease:
     """Keeps the lease, or waits for it, while `run` runs.
 
-    Without a row nobody can tell whether there was one a moment ago, whose holder acts on. So a monitor that writes a
+    Without a row no monitor can tell whether there was one a moment ago, whose holder acts on. So one that writes a
     new row acts only when it has held that for the lease's length.
 
     A holder that cannot renew the lease in time stops acting. Its term goes on if a later renewal succeeds, since no

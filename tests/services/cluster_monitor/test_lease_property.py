@@ -229,6 +229,7 @@ def test_no_two_act_and_epochs_rise(connection: Connection, candidates: list[Can
 
 @settings(max_examples=30, deadline=None, phases=PHASES)
 @given(st.lists(LOSING, min_size=2, max_size=3), st.floats(0.5, RUN_S - 1))
+@example([Candidate(), Candidate((SOUND,), rate=1.0596832760908907)], 1.0488974019803654)  # between two reads
 def test_no_two_act_where_the_row_is_lost_once(
     connection: Connection, candidates: list[Candidate], removed_s: float
 ) -> None:

@@ -92,7 +92,7 @@ async def test_a_feed_of_the_same_process_follows_as_one_over_a_socket_does() ->
         assert near_one.running == 101
         await until(lambda: far.running == 101, "the change over the socket")
 
-        monitor.sequence += 1  # one that nobody heard
+        monitor.sequence += 1  # one that was not sent
         asked = monitor.asked.count(WHOLE)
         monitor.step()
         await until(lambda: near_one.running == 103, "all of it again")
